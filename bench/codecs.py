@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..memory.accelerator import resolve_device
-from ..memory.codecs import exact12, fp8, int8, raw
+from ..memory.codecs import exact12, fp8, fused, int8, raw
 from ..memory.codecs.codec import Codec
 from ..memory.codecs.cost import cost_of
 from ..memory.codecs.gguf import TYPES, codec_of
@@ -75,15 +75,17 @@ def _row(
     expected = torch.empty(codec.shape, dtype=codec.dtype)
     codec.decode(parts, expected)
     there, out = [part.to(meter.device) for part in parts], torch.empty_like(expected, device=meter.device)
-    codec.decode(there, out)  # which loads the kernels
+    fused.decode(codec, there, out)  # which loads the kernels
     with _no_waits(meter.device):
-        codec.decode(there, out)
+        fused.decode(codec, there, out)
     is_same = torch.equal(out.cpu().view(torch.int16), expected.view(torch.int16))
-    seconds = meter.steady(lambda: codec.decode(there, out), rounds, 1)
+    seconds = meter.steady(lambda: fused.decode(codec, there, out), rounds, 1)
+    cost = cost_of(codec, fused.has_kernels(meter.device))
     return {
         "name": name, "bits": codec.encoded_bytes * 8 / codec.count,
         "encoded_gbps": encoding and codec.decoded_bytes / encoding / 1e9,
-        "decoded_gbps": codec.decoded_bytes / seconds / 1e9, "seconds": seconds, "cost": cost_of(codec),
+        "decoded_gbps": codec.decoded_bytes / seconds / 1e9, "seconds": seconds, "cost": cost,
+        "launches_per_million": cost.launches / (codec.count / 1e6),
         "decoded_bytes": codec.decoded_bytes, "workspace_bytes": codec.workspace_bytes,
         "verdict": "same bits" if is_same else "OTHER BITS",
     }  # fmt: skip

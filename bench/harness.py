@@ -103,7 +103,8 @@ SECTIONS: dict[str, Section] = {
     "codecs": Section(
         {
             "name": "codec", "bits": "bits", "encoded_gbps": "encoded GB/s", "decoded_gbps": "decoded GB/s",
-            "seconds": "seconds", "counted": "as counted", "workspace_bytes": "workspace", "verdict": "",
+            "seconds": "seconds", "counted": "as counted", "launches_per_million": "launches/M",
+            "workspace_bytes": "workspace", "verdict": "",
         },
         "codecs", dry={"device": "cpu", "megaweights": 0.05, "rounds": 1},
     ),

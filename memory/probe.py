@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from . import simulated, speeds
 from .accelerator import Accelerator
+from .codecs import fused
 from .errors import is_out_of_memory
 from .rates import ASSUMED, Rates
 from .simulated import card as simulated_card
@@ -28,7 +29,9 @@ _TOKENS, _WIDTH, _INNER = 4096, 3072, 12288  # sizes of the product in a transfo
 _MUCH_FASTER = 1.5  # factor by which paged copies must beat pinned ones to be preferred: they overlap with nothing
 _HEAD = 128  # channels of an attention head; tokens and width are those of the product
 _CHANNELS, _SIDE = 512, 128  # channels and pixels a side of a VAE's map
-_KEYS = ("pinned", "paged", "operations", "memory", "float32", "float16", "attention")
+_KEYS = ("pinned", "paged", "operations", "memory", "float32", "float16", "attention", "kernel")
+
+_LAUNCHES = 1000
 
 _lock = threading.Lock()
 
@@ -57,7 +60,7 @@ def rates(device: torch.device, disk: int | None = None) -> Rates:
         speeds.note(key, found, file="pinned" in found)  # if pinning was refused now, it may succeed the next time
     if "pinned" in found and found["paged"] >= _MUCH_FASTER * found["pinned"]:
         hostbuffer.leave_paged(device)
-    return _rates(found, disk)
+    return _rates(found, disk, device)
 
 
 def card_of(device: torch.device) -> str:
@@ -77,10 +80,10 @@ def known_rates(device: torch.device, disk: int | None = None) -> Rates:
     found = speeds.remembered(card_of(device), [key for key in _KEYS if key != "pinned"])
     if device.type not in ("cuda", "xpu") or not found:
         return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate(disk))
-    return _rates(found, disk)
+    return _rates(found, disk, device)
 
 
-def _rates(found: Mapping[str, float], disk: int | None) -> Rates:
+def _rates(found: Mapping[str, float], disk: int | None, device: torch.device) -> Rates:
     return Rates(
         found.get("pinned", found["paged"]),
         found["paged"],
@@ -88,9 +91,11 @@ def _rates(found: Mapping[str, float], disk: int | None) -> Rates:
         found["operations"],
         "measured",
         found["memory"],
+        found["kernel"],
         float32=found["float32"],
         float16=found["float16"],
         attention=found["attention"],
+        fused=fused.has_kernels(device),
     )
 
 
@@ -127,6 +132,13 @@ def _measure(device: torch.device) -> dict[str, float]:
         hostbuffer.unpin(source)
     first, second = target.chunk(2)
     found["memory"] = COPY_BYTES / _seconds(lambda: first.copy_(second), accelerator)  # half is read, half written
+    few = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            few.add_(1)
+
+    found["kernel"] = _seconds(launch, accelerator) / _LAUNCHES  # by the host, if that takes longer than the device
     # Random values: with equal ones a card computes faster, since fewer of its wires switch.
     random = torch.Generator().manual_seed(0)
 

@@ -12,7 +12,7 @@ class Rates:
     """Bytes per second to the device and from disk, and operations per second of large products in bfloat16.
 
     - `memory_bytes_per_second`, of the device's own memory read and written, and `kernel_seconds`, the least that a
-      kernel takes, are for dequantizing.
+      kernel takes, are for dequantizing. `fused` means that one kernel dequantizes a weight.
     - `float32` and `float16` are operations per second in these types. A VAE computes in float32, which is much slower
       than bfloat16. 0 stands for a quarter of bfloat16 in float32, and for the same in float16.
     - `attention` are operations per second of attention in one kernel. 0 stands for the rate of products.
@@ -28,6 +28,7 @@ class Rates:
     float32: float = 0.0
     float16: float = 0.0
     attention: float = 0.0
+    fused: bool = False
 
     def operations_in(self, dtype: str) -> float:
         """Return the operations per second of products in `dtype`, named as in safetensors."""

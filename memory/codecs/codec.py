@@ -17,8 +17,10 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-# Weights decoded at once. The intermediates of a chunk, at most 10 MB, stay in the cache of most cards.
-CHUNK_WEIGHTS = 2**20
+# Weights decoded at once. On a device a kernel then takes longer than its launch; on the CPU the intermediates, at most
+# 10 MB, stay in the cache.
+CHUNK_WEIGHTS = 2**23
+_ON_CPU = 2**20
 
 C = TypeVar("C", bound="Codec")
 
@@ -73,7 +75,7 @@ class Codec(ABC):
     @property
     def workspace_bytes(self) -> int:
         """Peak bytes of the intermediates of `decode` on the device, beside the parts and the result."""
-        return min(self.count, CHUNK_WEIGHTS) * self.chunk_bytes
+        return min(self.count, chunk_on()) * self.chunk_bytes
 
     @property
     def alike(self) -> Codec:
@@ -111,6 +113,12 @@ class Codec(ABC):
         `parts` are contiguous and on the device of `out`. Raises ValueError, before anything is written, if dtype,
         number of elements, layout or device of a part or of `out` is another.
         """
+        flat, result = self.flattened(parts, out)
+        if self.count:
+            self._decode(flat, result)
+
+    def flattened(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the arguments of `decode` as flat views. Raises what `decode` raises."""
         given = [(part.dtype, part.numel()) for part in parts]
         if given != [(part.dtype, part.count) for part in self.parts]:
             raise ValueError(f"{self.name} of {self.shape} is stored as {_told(self.parts)}, not as {given}.")
@@ -120,8 +128,7 @@ class Codec(ABC):
             )
         if any(not tensor.is_contiguous() or tensor.device != out.device for tensor in (*parts, out)):
             raise ValueError(f"{self.name} of {self.shape} needs contiguous parts and result, all on {out.device}.")
-        if self.count:
-            self._decode([part.view(-1) for part in parts], out.view(-1))
+        return [part.view(-1) for part in parts], out.view(-1)
 
     @abstractmethod
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -142,16 +149,21 @@ class Codec(ABC):
 Encoded = tuple[Codec, tuple[torch.Tensor, ...]]  # the result of encoding: the codec, and its parts
 
 
-def tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices (rows, columns) of a matrix in tiles of at most a chunk: whole rows, or a part of one row."""
-    high = max(1, CHUNK_WEIGHTS // columns)
-    wide = min(columns, CHUNK_WEIGHTS)
+def chunk_on(device: torch.device | None = None) -> int:
+    """Return how many weights are decoded at once on a device, None for any but the CPU."""
+    return _ON_CPU if device and device.type == "cpu" else CHUNK_WEIGHTS
+
+
+def tiles(rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices (rows, columns) of a matrix in tiles of at most `most` weights: whole rows, or a part of one row."""
+    high = max(1, most // columns)
+    wide = min(columns, most)
     for row in range(0, rows, high):
         for column in range(0, columns, wide):
             yield slice(row, min(row + high, rows)), slice(column, min(column + wide, columns))
 
 
-def chunks(count: int, step: int = CHUNK_WEIGHTS) -> Iterator[slice]:
+def chunks(count: int, step: int) -> Iterator[slice]:
     """Yield slices over `count` elements, `step` at a time. The last one may be shorter."""
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))

@@ -1,6 +1,6 @@
-"""The cost of decoding on a device: the kernels of the eager decoder and the bytes of each.
+"""The cost of decoding on a device: the kernels and the bytes of each.
 
-They are counted by running `Codec.decode` on `meta` tensors.
+Those of the eager decoder are counted by running `Codec.decode` on `meta` tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .codec import Codec
+from .fused import has_kernel
 
 _OVERWRITING = ("copy_", "fill_")  # operators that do not read their target
 _SCATTERED = ("index_copy_",)  # operators that write only the given elements of their target
@@ -25,6 +26,11 @@ class Cost:
     """Kernels of one decoding: pairs (bytes that a kernel reads and writes, number of such kernels)."""
 
     kernels: tuple[tuple[int, int], ...]
+
+    @property
+    def launches(self) -> int:
+        """Number of all kernels."""
+        return sum(count for _, count in self.kernels)
 
     @property
     def traffic_bytes(self) -> int:
@@ -41,8 +47,13 @@ class Cost:
 
 
 @lru_cache(maxsize=1024)
-def cost_of(codec: Codec) -> Cost:
-    """Return the cost of decoding one weight once. It is computed on `meta`: no memory is allocated."""
+def cost_of(codec: Codec, fused: bool = False) -> Cost:
+    """Return the cost of decoding one weight once: by the eager decoder, or `fused` into one kernel if there is one.
+
+    It is computed on `meta`: no memory is allocated.
+    """
+    if fused and has_kernel(codec):
+        return Cost(((codec.encoded_bytes + codec.decoded_bytes, 1),))
     with torch.inference_mode(False), torch.no_grad():  # in inference mode a cast looks like a view
         parts = [torch.empty(part.count, dtype=part.dtype, device="meta") for part in codec.parts]
         out = torch.empty(codec.shape, dtype=codec.dtype, device="meta")

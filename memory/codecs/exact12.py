@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from . import raw
-from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, pair_table
+from .codec import Codec, Encoded, Part, chunk_on, chunks, pair_table
 from .raw import Raw
 
 CODES = 15  # the 16th code marks outliers
@@ -69,13 +69,13 @@ class Exact12(Codec):
         mantissas, codes, exponents, places, values = parts
         shifted = exponents.to(torch.int16) << 7
         table = pair_table(shifted, shifted).view(torch.int32).view(-1)
-        bits = out.view(torch.int16)
-        for pairs in chunks(codes.numel(), CHUNK_WEIGHTS // 2):
+        bits, most = out.view(torch.int16), chunk_on(out.device)
+        for pairs in chunks(codes.numel(), most // 2):
             chunk = slice(2 * pairs.start, 2 * pairs.stop)
             target = bits[chunk]
             torch.index_select(table, 0, codes[pairs].to(torch.int32), out=target.view(torch.int32))
             target |= mantissas[chunk].view(torch.int8).to(torch.int16).bitwise_and_(_SIGN_AND_MANTISSA)
-        for some in chunks(self.apart, CHUNK_WEIGHTS // 4):
+        for some in chunks(self.apart, most // 4):
             bits.index_copy_(0, places[some].to(torch.int64), values[some])
 
 

@@ -15,9 +15,9 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, pair_table, table_of, widened
+from .codec import Codec, Part, chunk_on, chunks, pair_table, table_of, widened
 
-M = TypeVar("M", bound="_Microscaled")
+M = TypeVar("M", bound="Microscaled")
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4  # of a tile of scales
 
@@ -25,7 +25,7 @@ _HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the value
 
 
 @dataclass(frozen=True)
-class _Microscaled(Codec):
+class Microscaled(Codec):
     """A matrix in blocks of `block` columns, padded to multiples of `padding` rows and columns."""
 
     block: ClassVar[int]
@@ -64,17 +64,16 @@ class _Microscaled(Codec):
     @property
     def workspace_bytes(self) -> int:
         """Bytes of a chunk's intermediates. A chunk has at least 128 rows."""
-        return min(self.padded[0], self._rows_at_once) * self.padded[1] * self.chunk_bytes + 4096
+        return min(self.padded[0], self._rows_at_once(chunk_on())) * self.padded[1] * self.chunk_bytes + 4096
 
-    @property
-    def _rows_at_once(self) -> int:
-        return max(1, CHUNK_WEIGHTS // self.padded[1] // _TILE_ROWS) * _TILE_ROWS
+    def _rows_at_once(self, most: int) -> int:
+        return max(1, most // self.padded[1] // _TILE_ROWS) * _TILE_ROWS
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         rows, _ = self.padded
         values, result = parts[0].view(rows, -1), out.view(self.shape)
         scales = parts[1].view(torch.uint8).view(-(-rows // _TILE_ROWS), -1, 32, 4, _TILE_COLUMNS)
-        for some in chunks(self.shape[0], self._rows_at_once):
+        for some in chunks(self.shape[0], self._rows_at_once(chunk_on(out.device))):
             tiles = scales[some.start // _TILE_ROWS : -(-some.stop // _TILE_ROWS)]
             result[some] = self._scaled(values[some], tiles, parts)[:, : self.shape[1]]
 
@@ -97,7 +96,7 @@ class _Microscaled(Codec):
 
 
 @dataclass(frozen=True)
-class Mxfp8(_Microscaled):
+class Mxfp8(Microscaled):
     """e4m3 in blocks of 32. Scales are powers of two, stored as 8-bit exponents."""
 
     name: ClassVar[str] = "mxfp8"
@@ -119,7 +118,7 @@ class Mxfp8(_Microscaled):
 
 
 @dataclass(frozen=True)
-class Nvfp4(_Microscaled):
+class Nvfp4(Microscaled):
     """e2m1 in blocks of 16 with e4m3 scales, and one float32 scale for all. The first of two codes is the high half."""
 
     name: ClassVar[str] = "nvfp4"

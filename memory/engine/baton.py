@@ -7,6 +7,7 @@ others.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ import torch
 
 from ..errors import release_frames
 
+_log = logging.getLogger("ballast")
 _local = threading.local()
 
 
@@ -80,12 +82,16 @@ def in_turns(device: torch.device, calls: Sequence[Callable[[], Any]]) -> tuple[
         _local.baton, _local.mine = baton, mine
         try:
             with ExitStack() as exits:
+                if stream is not None and hasattr(backend, "set_device"):  # else the thread has no context, or card 0
+                    backend.set_device(stream.device)
                 exits.enter_context(torch.inference_mode(inference))
                 if stream is not None:
                     exits.enter_context(backend.stream(stream))
                 baton.await_turn(mine)
                 results[mine - 1] = calls[mine]()
         except BaseException as error:  # the call is made again when the first has ended, and fails again if it must
+            if not isinstance(error, _StoppedError):
+                _log.warning("A pass that took turns with another ended with %s: %s", type(error).__name__, error)
             release_frames(error)
         finally:
             baton.end(mine)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..codecs import fused
 from ..codecs.codec import Codec
 from ..weights.encoding import split
 from ..weights.groups import Owner, aligned, encoded, workspace_bytes
@@ -61,7 +62,7 @@ class Workspace:
                 done: dict[int, Any] = {}
                 for ref, codec, view in views:
                     if id(view) not in done:  # tied parameters share a view
-                        codec.decode(split(codec, ref.here), view.detach())  # type: ignore[arg-type]
+                        fused.decode(codec, split(codec, ref.here), view.detach())  # type: ignore[arg-type]
                         done[id(view)] = ref
                     ref.holder[ref.key] = view
             yield
@@ -88,5 +89,5 @@ def decode(codec: Codec, here: torch.Tensor) -> nn.Parameter:
     """Return an encoded parameter as a plain tensor of its own, on the device of its stored bytes `here`."""
     with torch.inference_mode(False), torch.no_grad():
         made = torch.empty(codec.shape, dtype=codec.dtype, device=here.device)
-        codec.decode(split(codec, here), made)
+        fused.decode(codec, split(codec, here), made)
         return nn.Parameter(made, requires_grad=False)

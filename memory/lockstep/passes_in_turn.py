@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from ..planning.taint import is_of_latents, is_of_step, named_arguments
 from ..weights.interpose import Forward, interpose
 
 Arguments = Mapping[str, Any]
+_log = logging.getLogger("ballast")
 
 
 def passes_of(calls: Sequence[KnownCall]) -> list[Arguments]:
@@ -60,6 +62,7 @@ class Lockstep:
                 self.shared += 1
                 return result
             self.missed += 1 + len(self._made)
+            _log.info("Passes run alone from now on: a call had other arguments than the one before it foretold.")
             self._stop()
         if len(self._passes) < 2 or not _are_alike(self._passes[0], _constant(arguments)):
             return forward(**arguments)

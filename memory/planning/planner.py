@@ -46,7 +46,7 @@ class GroupSize:
         """Return the seconds of a call that dequantizing takes."""
         if not self.codecs:
             return 0
-        costs = (cost_of(codec.alike) for codec in self.codecs)
+        costs = (cost_of(codec.alike, rates.fused) for codec in self.codecs)
         return sum(cost.seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for cost in costs)
 
     def decoding(self, rates: Rates, free_bytes: int) -> tuple[float, int, int]:

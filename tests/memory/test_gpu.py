@@ -22,6 +22,13 @@ import torch
 from ballast.bench.encoded import encode
 from ballast.memory import ManagedModel, manager, simulated, striped
 from ballast.memory.accelerator import Accelerator, resolve_device
+from ballast.memory.codecs import fused
+from ballast.memory.codecs.codec import Codec
+from ballast.memory.codecs.four_bit import FourBit
+from ballast.memory.codecs.fp8 import Fp8
+from ballast.memory.codecs.gguf import TYPES, codec_of
+from ballast.memory.codecs.int8 import Int8
+from ballast.memory.codecs.microscaled import Mxfp8, Nvfp4
 from ballast.memory.engine.placement import Placement
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.simulated import card as simulated_card
@@ -105,6 +112,29 @@ def test_encoded_weights_stream_to_the_resident_result(weights: str, device: tor
     encode(module, weights)
     expected = check(resident_engine(module, device), arguments, plain if weights == "exact12" else None)
     check(streamed_engine(module, device), arguments, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not fused.has_kernels(resolve_device()), reason="there is no CUDA card with Triton")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_kernel_decodes_what_the_steps_do(dtype: torch.dtype) -> None:
+    on = torch.device("cuda", torch.cuda.current_device())
+    codecs: list[Codec] = [
+        *(codec_of(kind, (33, 1536), dtype) for kind in TYPES.values() if kind.decode),
+        Int8((33, 1530), dtype, torch.int8, 33),
+        Fp8((33, 1530), dtype, torch.float8_e4m3fn, 1),
+        Mxfp8((33, 1530), dtype),
+        Nvfp4((33, 1530), dtype),
+        FourBit((33, 1530), dtype, 64, 0.3),
+    ]
+    for codec in codecs:
+        assert fused.is_proved(codec, on), codec
+        parts = [torch.randint(0, 100, (part.nbytes,), dtype=torch.uint8).view(part.dtype) for part in codec.parts]
+        expected = torch.empty(codec.count, dtype=dtype)
+        codec.decode(parts, expected)
+        found = torch.empty(codec.count, dtype=dtype, device=on)
+        fused.decode(codec, [part.to(on) for part in parts], found)
+        assert torch.equal(found.cpu(), expected), codec
 
 
 @pytest.mark.parametrize("ram_share", [0, 0.5])

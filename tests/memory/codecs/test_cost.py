@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ballast.memory.codecs import exact12
 from ballast.memory.codecs.codec import CHUNK_WEIGHTS, Codec
 from ballast.memory.codecs.cost import Cost, cost_of
 from ballast.memory.codecs.exact12 import Exact12
+from ballast.memory.codecs.four_bit import FourBit
 from ballast.memory.codecs.fp8 import Fp8
 from ballast.memory.codecs.gguf import TYPES, codec_of
-from ballast.memory.codecs.int8 import Int8
+from ballast.memory.codecs.int8 import Int8, RotatedInt8
+from ballast.memory.codecs.microscaled import Mxfp8, Nvfp4
 from ballast.memory.codecs.raw import Raw
+from ballast.memory.codecs.torchao import ShiftedInt8
 
 BF16, F32 = torch.bfloat16, torch.float32
 N = CHUNK_WEIGHTS
-
-
-def kernels(codec: Codec) -> int:
-    return sum(count for _, count in cost_of(codec).kernels)
+WIDE = (12288, 3072)  # of FLUX.1
 
 
 def test_a_copy_reads_what_is_stored_and_writes_what_it_becomes() -> None:
@@ -54,7 +55,7 @@ def test_plans_made_in_inference_mode_count_all_kernels(codec: Codec) -> None:
 
 def test_exact12_is_five_kernels_a_chunk_whatever_lies_apart() -> None:
     one, other, large = Exact12((2 * N,), BF16, 1), Exact12((2 * N,), BF16, 1001), Exact12((4 * N,), BF16, 1)
-    assert kernels(large) - kernels(one) == 5 * 2 and kernels(other) == kernels(one)
+    assert cost_of(large).launches - cost_of(one).launches == 5 * 2 and cost_of(other).launches == cost_of(one).launches
     each = 4 + 8 + 8 + 2 + 2  # its place in 32 bits, written and read in 64, and its value twice
     assert cost_of(other).traffic_bytes - cost_of(one).traffic_bytes == 1000 * each
     assert cost_of(large).traffic_bytes == pytest.approx(19.5 * large.count, rel=1e-3)
@@ -71,7 +72,7 @@ def test_tensors_of_a_shape_are_priced_once() -> None:
 def test_blocks_move_at_least_what_is_stored_and_what_it_becomes(kind) -> None:
     codec = codec_of(kind, (N // 256, 256), BF16)
     assert codec.encoded_bytes + codec.decoded_bytes < cost_of(codec).traffic_bytes < 45 * codec.count
-    assert kernels(codec) < 60
+    assert cost_of(codec).launches < 60
 
 
 def test_seconds_are_those_of_memory_or_of_starting_kernels() -> None:
@@ -82,3 +83,25 @@ def test_seconds_are_those_of_memory_or_of_starting_kernels() -> None:
 
 def test_nothing_costs_nothing() -> None:
     assert cost_of(Raw((0, 5), BF16, BF16)) == Cost(())
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Raw(WIDE, F32, torch.float16),
+        exact12.planned(WIDE, BF16),
+        Int8(WIDE, BF16, torch.int8, WIDE[0]),
+        RotatedInt8(WIDE, BF16, torch.int8, WIDE[0]),
+        ShiftedInt8(WIDE, BF16, torch.int8, WIDE[0]),
+        Fp8(WIDE, BF16, torch.float8_e4m3fn, WIDE[0]),
+        Mxfp8(WIDE, BF16),
+        Nvfp4(WIDE, BF16),
+        FourBit(WIDE, BF16, 64),
+        FourBit(WIDE, BF16, 64, 0.3),
+        *(codec_of(kind, WIDE, BF16) for kind in TYPES.values() if kind.decode),
+    ],
+    ids=lambda codec: getattr(codec, "kind", codec.name),
+)
+def test_the_eager_decoder_of_a_large_weight_is_few_kernels(codec: Codec) -> None:
+    """Launching them takes longer than running them on a fast card: a model has 10,000 million weights."""
+    assert cost_of(codec).launches <= 4 * codec.count / 1e6
