@@ -90,8 +90,12 @@ def gemma_features(
         return_tensors="pt",
     )
     mask = tokens["attention_mask"].to(device)
-    # By its number: transformers then keeps no other. Versions that know no numbers take the list for a yes.
-    output = module(
-        input_ids=tokens["input_ids"].to(device), attention_mask=mask, use_cache=False, output_hidden_states=[-2]
-    )
-    return output.hidden_states[-2], mask
+    # As the last layer takes it. transformers could give the state alone too, but its versions number states otherwise.
+    seen: list[torch.Tensor] = []
+    layers: Any = module.layers
+    hook = layers[-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        module(input_ids=tokens["input_ids"].to(device), attention_mask=mask, use_cache=False)
+    finally:
+        hook.remove()
+    return seen[0], mask
