@@ -105,6 +105,15 @@ class Accelerator:
             self.ask_driver()
         return self._outside or 0
 
+    def workspace_bytes(self) -> int:
+        """Return the bytes that cuBLAS takes from the allocator at its first product, and keeps: torch's default.
+
+        0 on other devices, where it is not known before a run.
+        """
+        if self.device.type != "cuda" or torch.version.hip:
+            return 0
+        return 32 * 2**20 if torch.cuda.get_device_capability(self.device)[0] >= 9 else 8320 * 2**10
+
     def driver_bytes(self) -> int:
         """Return the bytes that the driver counts for this process, as far as it tells.
 

@@ -15,9 +15,9 @@ from .engine.event_timer import Pace
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
 from .host.flags import host_flags
+from .planning import learned
 from .planning.fit import sizes_of
 from .planning.forecast import Forecast
-from .planning.measured import Overhead
 from .planning.oom_fallback import Fallback, describe, next_fallback, next_share
 from .planning.runplan import StagePlan
 from .probe import card_of, known_rates
@@ -55,7 +55,7 @@ def run_stage(manager: MemoryManager, stage: StageRequest) -> Iterator[None]:
     units, strategy, forecast, planned = stage.units, stage.strategy, stage.forecast, stage.planned
     flags = host_flags()
     keep, ended_well = flags.keeps(stage.keep), False
-    outside = Overhead(outside_bytes=manager.accelerator.outside_bytes())
+    least = learned.least_overhead(manager.accelerator)
     with ExitStack() as exits:
         for unit in units:
             manager.adopt(unit)
@@ -66,7 +66,7 @@ def run_stage(manager: MemoryManager, stage: StageRequest) -> Iterator[None]:
             attempt = Fallback(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
             card = "" if manager.accelerator.is_cpu or strategy == "cpu" else card_of(manager.device)
             rates, pages = known_rates(manager.device, unit.disk), manager.accelerator.pages_silently
-            doing = Workload(stage.work, found, attempt, rates, card=card, pages=pages, overhead=outside)
+            doing = Workload(stage.work, found, attempt, rates, card=card, pages=pages, overhead=least)
             manager.work.begin(unit, doing)
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, stage.alone).run))

@@ -68,7 +68,7 @@ class WorkloadStats:
         """
         if work.card and work.forecast:
             found = learned.recall(work.card, sizes_of(unit), work.forecast)
-            overhead = learned.recall_overhead(work.card, sizes_of(unit), work.forecast, work.overhead.outside_bytes)
+            overhead = learned.recall_overhead(work.card, sizes_of(unit), work.forecast).over(work.overhead)
             work = replace(work, measured=found, learns=True, overhead=overhead)
         self._now[unit] = work
 

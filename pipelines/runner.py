@@ -15,6 +15,7 @@ from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ..memory.host import management as host
 from ..memory.host.flags import host_flags
 from ..memory.manager import MemoryManager
+from ..memory.planning import learned
 from ..memory.planning.fit import reads_groups, sizes_of
 from ..memory.planning.forecast import Forecast
 from ..memory.planning.runplan import StagePlan
@@ -203,7 +204,7 @@ class Runner:
             self.settings.ram_bytes is not None,
             self.manager.accelerator.is_unified,
             card_of(self.manager.device),
-            self.manager.accelerator.outside_bytes(),
+            learned.least_overhead(self.manager.accelerator),
         )
 
     def _refuse_misfit(self, plan: StagePlan, strategy: str) -> None:

@@ -6,8 +6,13 @@ order, none of them contracted to a multiply-add, and rounded once. Layouts are 
 
 from __future__ import annotations
 
+import warnings
+
 import triton
 import triton.language as tl
+
+# Triton 3.9 tells of a new default, also whoever states what is wanted, as `fused` does.
+warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION", category=UserWarning)
 
 LANES = tl.constexpr(1024)  # weights of one program
 _NONLINEAR_LOW = tl.constexpr(0xF6EADDCFBFAD9881 - 2**64)  # of codes 0-7 of `gguf_simple.NONLINEAR`, a byte each

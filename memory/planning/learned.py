@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 
 from .. import speeds
+from ..accelerator import Accelerator
 from .forecast import UnitForecast
 from .measured import Measured, Overhead
 from .planner import UnitSizes
@@ -27,13 +28,18 @@ def keep(card: str, sizes: UnitSizes, work: UnitForecast, measured: Measured | N
     return measured and Measured.from_dict(measured.to_dict())
 
 
-def recall_overhead(card: str, sizes: UnitSizes, work: UnitForecast, outside_bytes: int = 0) -> Overhead:
-    """Return the bytes that runs took beyond their forecast, in any process, with at least `outside_bytes` outside.
+def recall_overhead(card: str, sizes: UnitSizes, work: UnitForecast, pictures: int = 1) -> Overhead:
+    """Return the bytes that runs took beyond their forecast, in any process, for so many pictures at once.
 
     What the driver counts outside the allocator is known for a card as soon as any model has run on it.
     """
-    found = _overhead(_key(card, sizes, work, "overhead"))
-    return found.outside(max(outside_bytes, recall_outside(card)))
+    found = _overhead(_key(card, sizes, work, "overhead")).scaled(pictures)
+    return found.outside(recall_outside(card))
+
+
+def least_overhead(accelerator: Accelerator) -> Overhead:
+    """Return the bytes beyond tensors that any run on a device takes, as far as they are known before."""
+    return Overhead(workspace_bytes=accelerator.workspace_bytes(), outside_bytes=accelerator.outside_bytes())
 
 
 def recall_outside(card: str) -> int:

@@ -145,8 +145,8 @@ class VaeRun:
         """Return the memory that a run of this work takes beyond its forecast."""
         if self.manager.accelerator.is_cpu or not self.recalls:
             return Overhead()
-        device, outside = self.manager.device, self.manager.accelerator.outside_bytes()
-        return learned.recall_overhead(card_of(device), sizes_of(self.vae), work, outside)
+        found = learned.recall_overhead(card_of(self.manager.device), sizes_of(self.vae), work)
+        return found.over(learned.least_overhead(self.manager.accelerator))
 
     @property
     def _tensor_room(self) -> int:

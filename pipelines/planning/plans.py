@@ -130,8 +130,7 @@ def plan_run(
     machine = Machine(budget_bytes, ram_bytes, used, run.ram_stated, unified, reads=functools.cache(reads_groups))
     vae_machine = replace(machine, unified=False)
     if rates is None:
-        outside_bytes = Accelerator(run.device).outside_bytes()
-        machine = replace(machine, card=card_of(run.device), outside_bytes=outside_bytes)
+        machine = replace(machine, card=card_of(run.device), least=learned.least_overhead(Accelerator(run.device)))
     place = functools.partial(plan_stage, machine=machine)
     on_cpu = run.strategy == "cpu" and run.device.type == "cpu"  # all of it; on a card sampling alone
     if on_cpu:
@@ -237,7 +236,7 @@ class Machine:
       `ram_stated` nobody stated the latter, so RAM refuses nothing.
     - An `overhead` that is not None replaces what was measured.
     - A device is `unified` whose memory is the system's.
-    - Measurements of a `card` are used; its driver counts at least `outside_bytes` beside the allocator.
+    - Measurements of a `card` are used. Any run on it takes at least the overhead `least`.
     - `reads` is `reads_groups`, or remembers what that said.
     """
 
@@ -247,15 +246,15 @@ class Machine:
     ram_stated: bool = True
     unified: bool = False
     card: str = ""
-    outside_bytes: int = 0
+    least: Overhead = Overhead()
     overhead: Overhead | None = None
     reads: Callable[[ManagedModel], bool] = reads_groups
 
     def overhead_of(self, unit: ManagedModel, work: UnitForecast, pictures: int) -> Overhead:
         """Return the bytes beside the tensors of a unit that samples `pictures` at once."""
         if self.overhead is not None or not self.card:
-            return self.overhead or Overhead(outside_bytes=self.outside_bytes)
-        return learned.recall_overhead(self.card, sizes_of(unit), work, self.outside_bytes).scaled(pictures)
+            return self.overhead or self.least
+        return learned.recall_overhead(self.card, sizes_of(unit), work, pictures).over(self.least)
 
     def measured(self, unit: ManagedModel, work: UnitForecast, pictures: int) -> Measured | None:
         """Return the seconds that this card took for the groups of a unit, if it ran before."""

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory import manager, speeds
+from ballast.memory.accelerator import Accelerator
 from ballast.memory.planning import learned
 from ballast.memory.planning.forecast import Operations, UnitForecast
 from ballast.memory.planning.measured import Overhead
@@ -68,7 +69,7 @@ def test_overhead_is_kept_for_a_card_a_model_a_shape_and_later_processes() -> No
     other = replace(WORK, modules=(("a", Operations(30.0)), ("b", Operations(50.0))))
     for _ in range(2):
         assert learned.recall_overhead("card", SIZES, WORK) == seen
-        assert learned.recall_overhead("card", SIZES, WORK, 9) == seen.outside(9)
+        assert learned.recall_overhead("card", SIZES, WORK, 3) == seen.scaled(3)
         assert learned.recall_overhead("card", SIZES, other) == Overhead(outside_bytes=7), "the card has a context"
         assert learned.recall_overhead("other", SIZES, WORK) == Overhead()
         speeds._groups.clear()  # as in another process
@@ -173,6 +174,18 @@ def test_plan_after_one_run_is_what_the_next_takes(
     assert record.driver_bytes == sim.stats().driver_peak_bytes
     assert plan.step_seconds == pytest.approx(step, rel=0.05)
     assert bench.plan(vram).sampling.driver_bytes <= vram
+
+
+@pytest.mark.parametrize("strategy", ["resident", "leafwise"])
+def test_a_first_run_is_planned_with_what_the_library_is_known_to_take(
+    strategy: str, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Accelerator, "workspace_bytes", lambda _: 32 * KB)
+    bench = Bench("flux", tiny_folders("flux"), sim, CardOverhead(workspace_bytes=32 * KB))
+    plan = bench.plan("1GB", strategy=strategy).sampling
+    bench.pipe.sample(bench.cond, **bench.run, strategy=strategy)
+    taken = manager("sim").timeline.stages[-1].peak_bytes
+    assert taken <= plan.peak_vram_bytes <= 1.05 * taken
 
 
 @pytest.mark.parametrize("way", ["whole", "in stripes"])
