@@ -77,10 +77,12 @@ def in_turns(device: torch.device, calls: Sequence[Callable[[], Any]]) -> tuple[
     baton, results = _Baton(len(calls)), [None] * (len(calls) - 1)
     backend, inference = torch.get_device_module(device), torch.is_inference_mode_enabled()
     stream = backend.current_stream(device) if hasattr(backend, "current_stream") and device.type != "cpu" else None
+    cores = torch.get_num_threads()
 
     def run(mine: int) -> None:
         _local.baton, _local.mine = baton, mine
         try:
+            torch.set_num_threads(cores)  # a thread has its own number, by which kernels of the CPU divide their sums
             with ExitStack() as exits:
                 if stream is not None and hasattr(backend, "set_device"):  # else the thread has no context, or card 0
                     backend.set_device(stream.device)
@@ -91,7 +93,7 @@ def in_turns(device: torch.device, calls: Sequence[Callable[[], Any]]) -> tuple[
                 results[mine - 1] = calls[mine]()
         except BaseException as error:  # the call is made again when the first has ended, and fails again if it must
             if not isinstance(error, _StoppedError):
-                _log.warning("A pass that took turns with another ended with %s: %s", type(error).__name__, error)
+                _log.warning("Ballast: a pass beside another ended with %s: %s", type(error).__name__, str(error))
             release_frames(error)
         finally:
             baton.end(mine)

@@ -62,7 +62,9 @@ class Lockstep:
                 self.shared += 1
                 return result
             self.missed += 1 + len(self._made)
-            _log.info("Passes run alone from now on: a call had other arguments than the one before it foretold.")
+            _log.warning(
+                "Ballast: passes run alone from now on: a call was another than foreseen, or failed beside another."
+            )
             self._stop()
         if len(self._passes) < 2 or not _are_alike(self._passes[0], _constant(arguments)):
             return forward(**arguments)
