@@ -5,7 +5,7 @@ The choice is a pure function of the forecast. [Note: Modules computed once] in 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..planning.forecast import Forecast, OnceModule, Operations, UnitForecast
@@ -77,20 +77,34 @@ def choose_once(work: UnitForecast, paths: Collection[str], schedule: Schedule) 
     """
     known = {module.path: module for module in work.once if module.path in paths}
     gain = {path: module.weight_bytes - schedule.rows(module) * module.row_bytes for path, module in known.items()}
-    possible = {path for path, module in known.items() if all(need in known for need in module.needs)}
+    possible: set[str] = set()
+    for path, module in known.items():  # in the order of the calls: what a module needs is before it
+        possible |= {path} if possible.issuperset(module.needs) else set()
     wanted = {path for path in possible if gain[path] > 0}
     # What costs more than all that is gained with it goes, together with what needs it.
     for path in sorted((p for p in possible if gain[p] < 0), key=lambda p: gain[p]):
         users = {each for each in wanted if path in known[each].needs}
         if users and sum(gain[each] for each in users) + gain[path] <= 0:
             wanted -= users
-    chosen = wanted | {need for path in wanted for need in known[path].needs}
+    chosen = _with_needs(wanted, known)
     table_bytes = sum(schedule.rows(known[path]) * known[path].row_bytes for path in chosen)
     weight_bytes = sum(known[path].weight_bytes for path in chosen)
     if table_bytes >= weight_bytes:
         return Once()
     host_seconds = HOST_SECONDS * len(work.modules) * schedule.steps * schedule.passes
     return Once(frozenset(chosen), weight_bytes, table_bytes, schedule.argument_bytes(work), host_seconds)
+
+
+def _with_needs(paths: Collection[str], known: Mapping[str, OnceModule]) -> set[str]:
+    """Return the modules with all that they need, and what that needs."""
+    found: set[str] = set()
+    waiting = list(paths)
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += known[path].needs
+    return found
 
 
 def first_part(work: UnitForecast, once: Once, schedule: Schedule, dry_steps: int) -> UnitForecast:

@@ -111,6 +111,10 @@ def test_what_a_module_needs_comes_with_it() -> None:
     assert choose(work_of(dear, module("wanted", 100 * MB, MB, True, False, "dear"))) == {"dear", "wanted"}
     assert not choose(work_of(dear, module("wanted", 11 * MB, MB, True, False, "dear")))
     assert not choose(work_of(module("wanted", 100 * MB, MB, True, False, "unknown")))
+    lost = module("near", MB, MB, True, False, "unknown")
+    assert not choose(work_of(lost, module("wanted", 100 * MB, MB, True, False, "near")))
+    far, near = module("far", MB, MB), module("near", MB, MB, True, False, "far")
+    assert choose(work_of(far, near, module("wanted", 100 * MB, MB, True, False, "near"))) == {"far", "near", "wanted"}
 
 
 SIZES = st.integers(1, 100)
