@@ -17,6 +17,7 @@ import pytest
 import torch
 from ballast.memory import accelerator, files, probe, speeds
 from ballast.memory.accelerator import Accelerator
+from ballast.memory.codecs import fused
 from ballast.memory.planning.forecast import Operations
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.weights import direct, hostbuffer, reader
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12, "memory": 400e9, "float32": 12e12, "float16": 45e12}
-FOUND |= {"attention": 40e12}
+FOUND |= {"attention": 40e12, "kernel": 6e-6}
 DISK, OTHER = 2049, 2065  # device numbers
 
 
@@ -87,7 +88,8 @@ def test_devices_that_are_not_measured_are_assumed(kind: str) -> None:
 
 
 def test_measured_once_and_remembered(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured", 400e9, 4e-6, 12e12, 45e12, 40e12)
+    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured", 400e9, 6e-6, 12e12, 45e12, 40e12)
+    expected = replace(expected, fused=fused.has_kernels(CUDA))
     assert probe.rates(CUDA) == probe.rates(CUDA) == expected
     another_process(monkeypatch)
     assert probe.rates(CUDA) == expected
@@ -193,7 +195,7 @@ def test_measuring_runs_and_leaves_nothing(fused: bool, sim: ModuleType, monkeyp
         monkeypatch.setattr(probe, name, 64)
     found = probe._try_to_measure(torch.device("sim:0"))
     assert found is not None
-    assert found.keys() == {"pinned", "paged", "operations", "memory", "float32", "float16", "attention"}
+    assert found.keys() == {"pinned", "paged", "operations", "memory", "float32", "float16", "attention", "kernel"}
     assert fused or found["attention"] == found["operations"]
     assert all(value > 0 for value in found.values())
     assert sim.stats().allocated_bytes == 0
