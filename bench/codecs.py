@@ -5,6 +5,7 @@ On CUDA decoding runs with torch's check for waits of the host, which ends it wi
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..memory.accelerator import resolve_device
 from ..memory.codecs import exact12, fp8, fused, int8, raw
 from ..memory.codecs.codec import Codec
 from ..memory.codecs.cost import cost_of
@@ -21,7 +21,7 @@ from ..memory.codecs.gguf import TYPES, codec_of
 from ..memory.codecs.int8 import RotatedInt8
 from ..memory.codecs.microscaled import Mxfp8, Nvfp4
 from .harness import Run
-from .measure import Meter, environment
+from .measure import Meter
 
 _COLUMNS = 3072  # as in FLUX.1
 _ENCODERS: dict[str, Callable[[torch.Tensor], tuple[Codec, tuple[torch.Tensor, ...]]]] = {
@@ -38,13 +38,14 @@ def measure(to: Run) -> None:
     megaweights, rounds = to.request["megaweights"], to.request["rounds"]
     if megaweights * 1e6 < _COLUMNS or rounds < 1:
         raise ValueError(f"--megaweights is {megaweights:g} and --rounds {rounds}; both take a number above 0.")
-    meter = Meter(resolve_device(to.request["device"]))
+    meter = to.meter()
     shape = round(megaweights * 1e6 / _COLUMNS), _COLUMNS
     rows = [_row(meter, *sample, rounds) for sample in _samples(shape, rounds)]
-    bandwidth = 2 * rows[0]["decoded_bytes"] / rows[0]["seconds"]
+    bandwidth = 2 * rows[0]["decoded_bytes"] / (rows[0]["seconds"] or math.inf)
     for row in rows:
-        row["counted"] = row.pop("cost").seconds(bandwidth)
-    to.tell(**environment(meter, f"{megaweights:g} million weights"), copied_bytes_per_second=bandwidth)
+        cost = row.pop("cost")
+        row["counted"] = cost.seconds(bandwidth) if bandwidth else 0.0
+    to.tell(size=f"{megaweights:g} million weights", copied_bytes_per_second=bandwidth)
     to.add(rows)
 
 
@@ -84,7 +85,7 @@ def _row(
     return {
         "name": name, "bits": codec.encoded_bytes * 8 / codec.count,
         "encoded_gbps": encoding and codec.decoded_bytes / encoding / 1e9,
-        "decoded_gbps": codec.decoded_bytes / seconds / 1e9, "seconds": seconds, "cost": cost,
+        "decoded_gbps": codec.decoded_bytes / seconds / 1e9 if seconds else None, "seconds": seconds, "cost": cost,
         "launches_per_million": cost.launches / (codec.count / 1e6),
         "decoded_bytes": codec.decoded_bytes, "workspace_bytes": codec.workspace_bytes,
         "verdict": "same bits" if is_same else "OTHER BITS",
