@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import tiny
 import torch
 from adapters import lora_files
 from ballast.memory import manager
+from ballast.memory.engine.baton import in_turns
 from ballast.memory.lockstep import passes_in_turn
 from ballast.memory.lockstep.passes_in_turn import Lockstep
 from fault_points import FaultError
@@ -166,6 +168,15 @@ def test_another_pass_than_was_foreseen_is_run(
     monkeypatch.setattr("ballast.pipelines.stages.sample.passes_of", other)
     assert torch.equal(opened(lockstep=True), expected)
     assert opened.counts == (0, 1)
+
+
+def test_each_pass_has_a_thread_that_stays() -> None:
+    """Libraries keep plans of their kernels for each thread: a new one would make them anew in each step."""
+    device = torch.device("cpu")
+    runs = [in_turns(device, [threading.get_ident] * 3) for _ in range(4)]
+    assert all(run == runs[0] for run in runs)
+    first, others = runs[0]
+    assert first == threading.get_ident() and len({first, *others}) == 3
 
 
 def test_faults_leave_nothing_and_the_next_run_is_the_same(
