@@ -193,7 +193,7 @@ class Runner:
                 name, forecast, some, machine, strategy=how, by_user=how == strategy, steps=steps, ram=ram
             )
 
-        return best_of(forecast, units, steps, place, **ways)[0]
+        return best_of(forecast, units, steps, place, **ways, thread_bytes=machine.least.workspace_bytes)[0]
 
     def _machine(self, units: Sequence[ManagedModel], on_cpu: bool = False) -> Machine:
         """Return the machine as a stage of these units finds it."""

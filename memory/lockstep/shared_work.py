@@ -7,13 +7,14 @@ from dataclasses import replace
 from ..planning.forecast import UnitForecast
 
 
-def in_lockstep(work: UnitForecast, passes: int) -> UnitForecast:
+def in_lockstep(work: UnitForecast, passes: int, thread_bytes: int = 0) -> UnitForecast:
     """Return the forecast of calls that make `passes` predictions each, of a unit that made one in each call.
 
     Each call computes for all of them. While one runs, the others wait at a weight group, and hold at most what is
-    held at the call of any module.
+    held at the call of any module. Libraries take `thread_bytes` for each thread but the first.
     """
-    waiting = (passes - 1) * max((nbytes for path, nbytes in work.held if path), default=work.working_bytes)
+    held = max((nbytes for path, nbytes in work.held if path), default=work.working_bytes)
+    waiting = (passes - 1) * (held + thread_bytes)
     return replace(
         work,
         calls=max(1, work.calls // passes),

@@ -52,9 +52,9 @@ class Split:
             for unit, calls in before.items():
                 unit.calls = calls
 
-    def in_lockstep(self, passes: int) -> Split:
+    def in_lockstep(self, passes: int, thread_bytes: int) -> Split:
         """Return the same way with passes that share each copy."""
-        units = {name: in_lockstep(work, passes) for name, work in self.other.units.items()}
+        units = {name: in_lockstep(work, passes, thread_bytes) for name, work in self.other.units.items()}
         return replace(self, other=replace(self.other, units=units), passes=passes)
 
 
@@ -105,17 +105,19 @@ def best_of(
     *,
     once: bool = True,
     lockstep: bool = False,
+    thread_bytes: int = 0,
 ) -> tuple[Split | None, list[StagePlan]]:
     """Return the fastest way to run a sampling stage, with the plans of its stages; None for the plain one.
 
-    `place(name, forecast, units, steps)` plans a stage. Modules may be computed `once`, passes run in `lockstep`.
+    `place(name, forecast, units, steps)` plans a stage. Modules may be computed `once`, passes run in `lockstep`, where
+    libraries take `thread_bytes` of the device for each further thread.
     Another way than the plain one is taken only if it fits, and takes less time, that of the host included.
     """
     whole, ways = place("sample", forecast, units, steps), list[Split]()
     if once and (found := split(forecast, units, steps)):
         ways.append(found)
     if lockstep and (passes := passes_in(forecast)) > 1:
-        ways += [way.in_lockstep(passes) for way in (*ways, _knowing_calls(forecast, steps))]
+        ways += [way.in_lockstep(passes, thread_bytes) for way in (*ways, _knowing_calls(forecast, steps))]
     best, plans, least = None, [whole], _GAIN * whole.seconds
     for way in ways:
         with way.calling(units, computes_once=True):

@@ -165,8 +165,9 @@ def plan_run(
             how = first_strategy(run.strategy) if name == PRECOMPUTE else run.strategy
             return place(name, part, units, strategy=how, by_user=how == run.strategy, ram=ram, steps=steps)
 
-        ways = {"once": run.once, "lockstep": run.lockstep}
-        for stage in best_of(sampling, run.sampling.units, all_steps, place_part, **ways)[1]:
+        best_way = functools.partial(best_of, once=run.once, lockstep=run.lockstep)
+        thread_bytes = machine.least.workspace_bytes
+        for stage in best_way(sampling, run.sampling.units, all_steps, place_part, thread_bytes=thread_bytes)[1]:
             planned(stage, run.sampling.units)
     else:
         planned(sample(steps=all_steps), run.sampling.units)

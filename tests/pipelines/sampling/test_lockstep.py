@@ -20,6 +20,8 @@ from ballast.memory import manager
 from ballast.memory.engine.baton import in_turns
 from ballast.memory.lockstep import passes_in_turn
 from ballast.memory.lockstep.passes_in_turn import Lockstep
+from ballast.memory.lockstep.shared_work import in_lockstep
+from ballast.memory.planning.forecast import Operations, UnitForecast
 from fault_points import FaultError
 from selection import few
 
@@ -168,6 +170,14 @@ def test_another_pass_than_was_foreseen_is_run(
     monkeypatch.setattr("ballast.pipelines.stages.sample.passes_of", other)
     assert torch.equal(opened(lockstep=True), expected)
     assert opened.counts == (0, 1)
+
+
+def test_libraries_of_further_threads_are_planned() -> None:
+    work = UnitForecast(0, 100, 90, 6, Operations(), held=(("", 7), ("a", 20), ("b", 30)))
+    found = in_lockstep(work, 3, thread_bytes=1000)
+    more = 2 * (30 + 1000)
+    assert (found.calls, found.working_bytes, found.first_bytes) == (2, 100 + more, 90 + more)
+    assert found.held == (("", 7), ("a", 20 + more), ("b", 30 + more))
 
 
 def test_each_pass_has_a_thread_that_stays() -> None:
