@@ -115,6 +115,14 @@ SECTIONS: dict[str, Section] = {
         },
         "decode-{device}",
     ),
+    "ways": Section(
+        {
+            "model": "model", "way": "way", "first_step": "first step", "step": "step", "planned_step": "planned step",
+            "peak_bytes": "peak", "planned_bytes": "planned", "over_planned": "measured/planned",
+            "copied_bytes": "copied", "is_equal": "equal",
+        },
+        "ways-{device}",
+    ),
     "tests": Section({"name": "test", "outcome": "outcome", "why": "why"}, "tests"),
 }  # fmt: skip
 

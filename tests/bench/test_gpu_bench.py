@@ -66,6 +66,12 @@ def test_a_dry_run_fills_every_table_within_four_minutes(tmp_path: Path, capsys:
     for row in plans:
         assert max(row["peak_bytes"], row["planned_bytes"]) <= row["budget_bytes"] and row["is_kept"], row
         assert row["over_planned"] == pytest.approx(1, abs=0.05), row
+    for row in (ways := found["sections"]["ways"]["rows"]):
+        assert row["is_equal"] == (row["way"] != "static:2") and (row["over_planned"] or 1) == pytest.approx(
+            1, abs=0.05
+        )
+    assert [row["way"] for row in ways].count("lockstep") == 1, "FLUX.1 has one pass"
+    assert all(row["verdict"] == "same bits" for row in found["sections"]["codecs"]["rows"])
     for row in found["sections"]["decode"]["rows"]:
         assert row["is_finite"] and (row["difference"] is None) == (row["way"] == "whole"), row
         assert row["way"] in ("whole", "tiles") or row["difference"] < 1e-4, row
