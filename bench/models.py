@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from ..memory.codecs.converters import CONVERTERS
+from ..memory.weights.conversion import planned_codecs
+from ..memory.weights.encoding import EncodedWeight, encoding_of, mark_encoded, part_spans, split
 
 POOL = 2**22  # random numbers that all weights are cut from: drawing billions of them takes minutes
 _IMAGE_TOKENS = 4096  # of one image at most (1024 x 1024 pixels); more tokens are more images
@@ -136,3 +142,27 @@ def inputs(name: str, tokens: int, device: torch.device, seed: int = 1) -> dict[
         "encoder_hidden_states_llama3": noise(layers, images, size.text_tokens, width),
         "pooled_embeds": noise(images, config.get("text_emb_dim", 2048)),
     }
+
+
+def encode(module: nn.Module, weights: str) -> None:
+    """Encode the weights of a module on the CPU that a converter, such as "exact12", makes smaller, for good.
+
+    All cores share the weights, each of which is encoded by one.
+    """
+    converter = CONVERTERS[weights]
+
+    def one(name: str) -> None:
+        path, _, key = name.rpartition(".")
+        weight = module.get_parameter(name).detach()
+        codec, parts = converter.encode(weight)
+        shown = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        module.get_submodule(path)._parameters[key] = shown
+        mark_encoded(module, {name: EncodedWeight(codec, ())})
+        encoding = encoding_of(shown)
+        assert encoding is not None
+        encoding.flat = torch.zeros(part_spans(codec)[1], dtype=torch.uint8)
+        for view, part in zip(split(codec, encoding.flat), parts, strict=True):
+            view.copy_(part.reshape(-1))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(one, planned_codecs(module, converter)))

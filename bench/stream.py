@@ -28,9 +28,9 @@ from ..memory.planning.planner import UnitSizes
 from ..memory.rates import Rates
 from ..pipelines.models.hidream.routing import any_routing
 from . import models
-from .encoded import encode
 from .harness import Run
 from .measure import Meter, find_tokens, set_sim_bandwidth
+from .models import encode
 
 RATIOS = (0.3, 1.0, 3.0)  # seconds of computing for each second of copying all that can stream
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the weights that there is room for beside the ring

@@ -49,10 +49,10 @@ class Job:
 JOBS: dict[str, Job] = {
     "card": Job("card", 30, 15),
     "newbie": Job("stream", 75, 40, {"size": "newbie", **_STREAM}, {"size": "tiny-newbie", "ratios": [1.0]}),
-    "tests": Job("tests", 130, 60, dry={"select": "encoded or survived or stripes"}),
-    "codecs": Job("codecs", 15, 12, {"megaweights": 36, "rounds": 5}, {"megaweights": 0.05, "rounds": 1}),
+    "tests": Job("tests", 120, 60, dry={"select": "encoded or survived or stripes"}),
+    "codecs": Job("codecs", 12, 9, {"megaweights": 36, "rounds": 5}, {"megaweights": 0.05, "rounds": 1}),
     "plans": Job("newbie", 65, 45, {"ways": "ours", "steps": 4}, {"folder": "demo", "side": 64}),
-    "ways": Job("ways", 60, 40, {}, {"side": 64}),
+    "ways": Job("ways", 45, 30, {}, {"side": 64}),
     "newbie-peers": Job("peers", 70, 45, {"size": "newbie", **_PEERS}, {"size": "tiny-newbie", "only": ["naive"]}),
     "decode": Job(
         "decode", 40, 25, {"sides": [1024, 2048], "budgets": [3 * 2**29, 3 * 2**30]},

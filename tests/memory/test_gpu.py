@@ -19,7 +19,7 @@ import streamed_models
 import striped_vaes
 import tiny
 import torch
-from ballast.bench.encoded import encode
+from ballast.bench.models import encode
 from ballast.memory import ManagedModel, manager, simulated, striped
 from ballast.memory.accelerator import Accelerator, resolve_device
 from ballast.memory.codecs import fused

@@ -90,12 +90,12 @@ def gemma_features(
         return_tensors="pt",
     )
     mask = tokens["attention_mask"].to(device)
-    # As the last layer takes it. transformers could give the state alone too, but its versions number states otherwise.
-    seen: list[torch.Tensor] = []
-    layers: Any = module.layers
-    hook = layers[-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    try:
-        module(input_ids=tokens["input_ids"].to(device), attention_mask=mask, use_cache=False)
-    finally:
-        hook.remove()
-    return seen[0], mask
+    # By their numbers: transformers then keeps no others, or takes the list for a yes. Some versions count the layers'
+    # results, later ones what is before the first layer too. So two are asked for, of which one is the last but one.
+    config: Any = module.config
+    layers = config.num_hidden_layers
+    output = module(
+        input_ids=tokens["input_ids"].to(device), attention_mask=mask, use_cache=False,
+        output_hidden_states=[layers - 2, layers - 1],
+    )  # fmt: skip
+    return output.hidden_states[-2], mask

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from ballast.bench.encoded import encode
+from ballast.bench.models import encode
 from ballast.memory.codecs.codec import Codec, widened
 from ballast.memory.codecs.fp8 import Fp8
 from ballast.memory.codecs.microscaled import Mxfp8, Nvfp4

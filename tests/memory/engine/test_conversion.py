@@ -18,7 +18,7 @@ from typing import Any
 import ballast
 import pytest
 import torch
-from ballast.bench.encoded import encode
+from ballast.bench.models import encode
 from ballast.commands.main import main
 from ballast.memory.sizes import parse_bytes
 from ballast.memory.weights import conversion
