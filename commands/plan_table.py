@@ -81,7 +81,7 @@ def plan_model(
             if model.facts:
                 published_folders.build(model.facts, folder, model.transformer, _CHARACTERS)
             else:
-                full_size.build(model.folder, folder)
+                full_size.build(model.folder, folder, **model.options)
             stored_forms.store(folder, form)
             given = published_folders.opening(model.facts, folder) if model.facts else {"path": folder}
             pipe = open_pipeline(**given, device="cpu", cache_dir=Path(work) / "cache", **model.options)

@@ -160,10 +160,15 @@ SCHEDULERS: dict[str, Callable[[], object]] = {
 _SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
 
 
-def build(name: str, folder: Path) -> Path:
-    """Write one of FULL_SIZE or EDIT_PARTS in the diffusers layout, "newbie" or "pyramid", and return the folder."""
-    if own := {"newbie": build_newbie, "pyramid": build_pyramid}.get(name):
-        return own(folder)
+def build(name: str, folder: Path, variant: str = "768p") -> Path:
+    """Write one of FULL_SIZE or EDIT_PARTS in the diffusers layout, "newbie" or "pyramid", and return the folder.
+
+    `variant` is that of Pyramid-Flow: "768p" or "384p".
+    """
+    if name == "newbie":
+        return build_newbie(folder)
+    if name == "pyramid":
+        return build_pyramid(folder, variant)
     pipeline, classes, texts = CLASSES[name]
     configs = (PARTS | EDIT_PARTS)[name]
     parts = {part: empty(cls, configs[part]) for part, cls in classes.items()}
@@ -257,7 +262,10 @@ def empty(cls: type, config: Mapping[str, Any]) -> Any:
 
 
 def save(module: Any, folder: Path, dtype: torch.dtype, shard_size: str = "5GB") -> None:
-    """Save a module's config and weights, sharded and named as its library does; tied ones once."""
+    """Save a module's config and weights, sharded and named as its library does; tied ones once.
+
+    Tables of floats that its library saves count as weights: Stable Diffusion 3.5 Medium's positions have 0.4 GB.
+    """
     if isinstance(module, PreTrainedModel):
         module.config.architectures, module.config.dtype = [type(module).__name__], dtype
         module.config.save_pretrained(folder)
@@ -265,7 +273,9 @@ def save(module: Any, folder: Path, dtype: torch.dtype, shard_size: str = "5GB")
     else:
         module.save_config(folder)
         stem = "diffusion_pytorch_model"
-    tensors = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}
+    saved = module.state_dict().keys()
+    tables = {name: table for name, table in module.named_buffers() if name in saved and table.is_floating_point()}
+    tensors = {name: tensor.to(dtype) for name, tensor in {**dict(module.named_parameters()), **tables}.items()}
     pattern = stem + "{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=shard_size)
     for file, names in split.filename_to_tensors.items():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..simulated.attention import Fuses
@@ -85,7 +86,8 @@ def lay_weights(module: nn.Module, card: Card) -> None:
     for ref in list(parameter_refs(module)):
         if id(ref.tensor) not in made:
             tensor = ref.tensor.detach()
-            raw = tensor if tensor.is_meta else moved(tensor)
+            with _disable_current_modes():  # in the dry run's mode the shape of a large buffer would be wrapped twice
+                raw = tensor if tensor.is_meta else moved(tensor)
             made[id(ref.tensor)] = wrap(raw, lambda nbytes: card.allocate(0))
         ref.holder[ref.key] = made[id(ref.tensor)]
 

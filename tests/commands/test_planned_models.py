@@ -35,13 +35,19 @@ from ballast.commands.planned_models import (
     summary,
 )
 from ballast.memory import ram
+from ballast.memory.files import read_json
 from ballast.memory.rates import ASSUMED
+from ballast.pipelines.files.components import read_model_index
 from ballast.pipelines.files.single.published import FACTS
+from ballast.pipelines.files.trust import component_class
 from ballast.pipelines.pipeline import Pipeline
+from ballast.pipelines.sampling.picture_sizes import most_tokens
 from places import ROOT
 
 MODELS = {model.name: model for model in load_models()}
 NEAR = 0.01  # figures have three digits, and another torch may count a little more
+MOST_DECODING = 2e-6  # seconds of decoding for a pixel, with the rates of the page
+TOKEN = 16  # pixels to a side of a token, of all models that have a table of positions
 MOST_SECONDS = 3.0  # of CPU for a row, once the model was planned
 LAPTOP = 118  # characters of a row as GitHub shows it, beside which nothing is cut on a laptop
 
@@ -91,7 +97,7 @@ def test_a_row_is_narrow_enough_for_a_laptop() -> None:
 
 def test_models_are_those_of_the_figures_and_of_the_pack() -> None:
     rows = load_rows()
-    assert list(rows) == list(MODELS) and len(MODELS) >= 20
+    assert list(rows) == list(MODELS) and len(MODELS) >= 30
     facts = {folder.name for folder in (FACTS / "models").iterdir()}
     templates = {path.stem.split()[0] for path in (ROOT / "workflows").glob("*.json")}
     for name, model in MODELS.items():
@@ -105,6 +111,34 @@ def test_models_are_those_of_the_figures_and_of_the_pack() -> None:
                     assert figures.peak_gb * GIB <= on.vram_bytes * 1.01, (name, form, on)
                     assert figures.ram_gb * GIB <= on.ram_bytes * 1.01, (name, form, on)
                     assert 0 < figures.step <= figures.picture <= figures.first * 1.01, (name, form, on)
+
+
+def test_every_model_runs_on_the_largest_pc() -> None:
+    on = COMPUTERS[-1]
+    assert [name for name, forms in load_rows().items() if not fastest(forms, on)] == []
+
+
+def test_figures_are_of_the_steps_of_the_models() -> None:
+    """What is left of a picture's time is that of decoding it."""
+    rows = load_rows()
+    for name, model in MODELS.items():
+        if steps := model.run.get("steps"):
+            pixels = model.run["width"] * model.run["height"] * model.run.get("frames", 1)
+            for form, told in rows[name].items():
+                for figures in told.figures.values():
+                    sampled = figures.step * steps
+                    assert sampled * (1 - NEAR) <= figures.picture, (name, form)
+                    assert figures.picture <= sampled * (1 + NEAR) + pixels * MOST_DECODING, (name, form)
+
+
+def test_published_configs_have_positions_for_the_sizes_of_the_runs() -> None:
+    for name, model in MODELS.items():
+        if model.facts:
+            index = read_model_index(FACTS / "models" / model.facts)
+            config = read_json(FACTS / "models" / model.facts / "transformer" / "config.json")
+            most = most_tokens(component_class(*index["transformer"]), {**config, **model.transformer})
+            sides = model.run["height"], model.run["width"]
+            assert not most or all(size <= TOKEN * reach for size, reach in zip(sides, most, strict=True)), name
 
 
 def test_a_better_pc_is_never_slower() -> None:
@@ -140,6 +174,12 @@ def test_rows_are_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_rows_of_other_kinds_are_planned_again(name: str, form: str) -> None:
     assert_near(*row_of(name, form, [Computer(8, 16), Computer(12, 32)]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MODELS)
+def test_every_row_is_planned_again(name: str) -> None:
+    assert_near(*row_of(name, MODELS[name].forms[0], [Computer(8, 32)]))
 
 
 def test_the_fastest_form_is_the_more_exact_one_of_equals() -> None:
@@ -210,7 +250,7 @@ def test_the_doctor_prints_the_rows_of_its_machine(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--table", "SDXL"], "--table knows no SDXL. It knows Chroma"),
+        (["--table", "SDXL"], "--table knows no SDXL. It knows AuraFlow 0.3, Chroma"),
         (["demo", "--table"], "Leave the model out"),
         ([], "there is no model"),
     ],

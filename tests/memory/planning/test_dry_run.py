@@ -14,7 +14,9 @@ from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.simulated.card import Card
 from ballast.memory.simulated.dry import dry_card
+from ballast.memory.simulated.shapes import KEPT_BYTES
 from ballast.memory.weights.unit import ManagedModel
+from diffusers.models.embeddings import PatchEmbed
 from places import TESTS
 from torch import nn
 
@@ -51,6 +53,21 @@ def test_small_values_are_known_and_large_ones_are_not(card: Card) -> None:
         assert small.sum().item() == 16
     del needs_values, large, positive, known
     assert card.allocated_bytes() == small.nbytes
+
+
+def test_large_tables_of_a_module_keep_their_shapes_and_cost_nothing() -> None:
+    """Stable Diffusion 3.5 Medium has positions of 384 x 384 tokens."""
+    patches = PatchEmbed(32, 32, 2, 4, embed_dim=64, pos_embed_max_size=160)
+    assert patches.pos_embed.nbytes > KEPT_BYTES
+    patches.proj.to("meta")
+    seen = []
+
+    def run(device: torch.device) -> None:
+        seen.append(patches(torch.zeros(1, 4, 16, 16, device=device)).shape)
+
+    forecast, _ = dry_run({"patches": patches}, run)
+    assert seen == [(1, 64, 64)]
+    assert forecast.units["patches"].working_bytes < KEPT_BYTES
 
 
 def test_what_is_on_the_host_is_not_counted(card: Card) -> None:

@@ -1,7 +1,8 @@
-"""FLUX.2 Klein 4B of full size by diffusers' own call on the clock of a simulated card, where no weight has values."""
+"""Models of full size by diffusers' own calls on the clock of a simulated card, where no weight has values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import diffusers
@@ -23,35 +24,52 @@ def klein_step_seconds(references: int, rates: Rates, streamed: bool = False) ->
 
     All weights are there or, `streamed`, come to the card block by block, each while the one before computes.
     """
-    parts, ends = full_size.EDIT_PARTS["flux2_klein"], []
+    parts = full_size.EDIT_PARTS["flux2_klein"]
     transformer = full_size.empty(diffusers.Flux2Transformer2DModel, parts["transformer"]).to(torch.bfloat16)
-    vae = full_size.empty(diffusers.AutoencoderKLFlux2, parts["vae"])
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in _blocks(transformer)]
+    return step_seconds(
+        diffusers.Flux2KleinPipeline,
+        {
+            "scheduler": full_size.SCHEDULERS["flux2_klein"](),
+            "vae": full_size.empty(diffusers.AutoencoderKLFlux2, parts["vae"]),
+            "transformer": transformer,
+        },
+        rates,
+        {
+            "image": [pil(picture(SIDE, SIDE))] * references or None,
+            "prompt_embeds": torch.zeros(1, WORDS, 7680, dtype=torch.bfloat16),
+            "width": SIDE,
+            "height": SIDE,
+            "guidance_scale": 1.0,
+        },
+        lambda: _stream(_blocks(transformer), sizes) if streamed else None,
+    )
+
+
+def step_seconds(
+    stock: type, parts: dict[str, Any], rates: Rates, given: dict[str, Any], prepare: Callable[[], None] | None = None
+) -> float:
+    """Seconds of a step of a pipeline of diffusers that has some `parts`, all on the card, and is `given` arguments.
+
+    `prepare` is called on the card before the run.
+    """
+    ends: list[float] = []
     with torch.inference_mode(), dry_card() as card:
         copies = rates.pinned_bytes_per_second
         card.configure(None, 0, copies, copies, rates.operations_per_second)
-        sizes = [sum(p.nbytes for p in block.parameters()) for block in _blocks(transformer)]
-        for module in (transformer, vae):
-            lay_weights(module, card)
-        if streamed:
-            _stream(_blocks(transformer), sizes)
-        stock = diffusers.Flux2KleinPipeline
+        for part in parts.values():
+            if isinstance(part, nn.Module):
+                lay_weights(part, card)
+        if prepare:
+            prepare()
         there = property(lambda self: DEVICE)
         cls: Any = type(stock.__name__, (stock,), {"__module__": stock.__module__, "_execution_device": there})
-        pipe = cls(
-            scheduler=full_size.SCHEDULERS["flux2_klein"](),
-            vae=vae,
-            text_encoder=None,
-            tokenizer=None,
-            transformer=transformer,
-        )
+        lacking = {name: None for name in stock._get_signature_keys(stock)[0] if name not in parts}  # type: ignore[attr-defined]
+        pipe = cls(**lacking, **parts)
         pipe.set_progress_bar_config(disable=True)
         pipe(
-            image=[pil(picture(SIDE, SIDE))] * references or None,
-            prompt_embeds=torch.zeros(1, WORDS, 7680, dtype=torch.bfloat16).to(DEVICE),
-            width=SIDE,
-            height=SIDE,
+            **{name: each.to(DEVICE) if isinstance(each, torch.Tensor) else each for name, each in given.items()},
             num_inference_steps=3,
-            guidance_scale=1.0,
             generator=torch.Generator().manual_seed(0),
             output_type="latent",
             callback_on_step_end=lambda *_: ends.append(card.stats().clock_seconds) or {},
