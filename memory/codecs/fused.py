@@ -62,6 +62,11 @@ def is_proved(codec: Codec, device: torch.device) -> bool:
         return _proved[sample, device]
 
 
+def built() -> int:
+    """Return how many kinds of kernels were built and proved in this process."""
+    return len(_proved)
+
+
 def has_kernel(codec: Codec) -> bool:
     """Return whether there is a fused kernel for a codec."""
     return _sample(codec) is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..codecs import fused
 from .streams import Queues
 
 
@@ -22,7 +23,7 @@ class EventTimer:
         self._queues = queues
         self._laps: list[tuple[Hashable, Any, Any]] = []
         self._running: tuple[Hashable, Any] | None = None
-        self._traces = _traces()
+        self._built = _built()
         self.runs = True  # until `end`
         self.start(None)
 
@@ -39,10 +40,10 @@ class EventTimer:
             self._running = None
 
     def end(self) -> bool:
-        """End the call. Return False if torch compiled something in it, so that its times are of no use."""
+        """End the call. Return False if something was compiled in it, so that its times are of no use."""
         self.stop()
         self.runs = False
-        return self._traces == _traces()
+        return self._built == _built()
 
     def seconds(self) -> dict[Hashable, float] | None:
         """Return the seconds of each part; the part None is the time ahead of the first group.
@@ -95,7 +96,7 @@ class Pace:
         return done
 
 
-def _traces() -> int:
-    """Return how many frames torch has compiled in this process."""
+def _built() -> int:
+    """Return how many frames torch has compiled in this process, and how many kinds of fused kernels were built."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["frames"]["total"] if dynamo else 0
+    return fused.built() + (dynamo.counters["frames"]["total"] if dynamo else 0)

@@ -24,6 +24,8 @@ from ballast.memory.codecs.int8 import Int8, RotatedInt8
 from ballast.memory.codecs.microscaled import Mxfp8, Nvfp4
 from ballast.memory.codecs.raw import Raw
 from ballast.memory.codecs.torchao import ShiftedInt8
+from ballast.memory.engine.event_timer import EventTimer
+from ballast.memory.engine.streams import Queues
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -220,3 +222,16 @@ def test_a_kernel_that_cannot_be_built_is_not_used(
     with caplog.at_level(logging.INFO, "ballast"):
         fused.decode(codec, random_parts(codec), out)
     assert "the fused kernel cannot be built: Failed to find C compiler." in caplog.text
+
+
+def test_a_call_in_which_a_kernel_was_built_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = Nvfp4((40, 40), BF16)
+    monkeypatch.setattr(fused, "has_kernels", lambda _: True)
+    monkeypatch.setattr(fused, "launch", lambda codec, parts, out: codec.decode(parts, out))
+    monkeypatch.setattr(fused, "_proved", {})
+    ends = []
+    for _ in range(2):
+        timer = EventTimer(Queues(torch.device("cpu")))
+        fused.decode(codec, random_parts(codec), torch.empty(codec.count, dtype=BF16))
+        ends.append(timer.end())
+    assert ends == [False, True]
