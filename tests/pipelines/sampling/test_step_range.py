@@ -74,13 +74,22 @@ def test_two_runs_are_one(name: str, opened: Any, tiny_folders: Folders) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("hunyuan_video", "bf16"), ("wan", "bf16"), ("mochi", "bf16"), ("flux2_klein", "fp32")]
+    ("name", "dtype"),
+    [("hunyuan_video", "bf16"), ("mochi", "bf16"), ("ltx_timestep", "fp32")],
 )
-def test_latents_keep_the_dtype_and_the_strides_of_the_loop(name: str, dtype: str, opened: Any) -> None:
-    """HunyuanVideo and Wan begin in float32 and go on in bfloat16, Mochi rounds each step, FLUX.2 has other strides."""
+def test_what_the_loop_has_beside_values_is_kept(name: str, dtype: str, opened: Any) -> None:
+    """HunyuanVideo begins in float32 and goes on in bfloat16. Mochi rounds each step. LTX draws noise behind its loop."""
     run = opened(name, dtype=dtype)
     run.run |= {"scheduler": None} if name == "mochi" else {}
     assert torch.equal(run.in_two(), run())
+
+
+def test_latents_get_the_strides_of_noise() -> None:
+    """FLUX.2 transposes its noise. With several threads other strides were other last bits."""
+    latents, noise = torch.rand(1, 6, 4), torch.zeros(1, 4, 6).mT
+    prepare = Entering(latents, torch.bfloat16).in_place_of_noise(lambda: (noise, "ids"))
+    given, ids = prepare()
+    assert ids == "ids" and given.stride() == noise.stride() and torch.equal(given, latents.bfloat16())
 
 
 def test_heun_is_cut_between_its_steps(opened: Any) -> None:
