@@ -33,6 +33,7 @@ from .runner import Runner, Settings
 from .sampling.batches import prompts_of
 from .sampling.kernels import AUTO
 from .sampling.latents import check_decodable, check_finite, check_noise, check_seed
+from .sampling.step_range import STEP_RANGE, StepRange
 from .stages import sample as sampling
 from .stages.batch_runs import BatchRuns, Item, Latents, Made
 from .stages.encode import encode_text, encoding_of, text_of
@@ -532,6 +533,8 @@ class Pipeline:
         size += f" x {frames} frames" if frames else ""
         size += f", {job.batch.count} pictures" if job.batch.count > 1 else ""
         size += f", on {cards} cards" if cards > 1 else ""
+        part: StepRange | None = job.arguments.get(STEP_RANGE)
+        size += f", steps {part.start} to {part.end} of {part.steps}" if part is not None else ""
         guided = cond is None or job.model.replays or any(name.startswith("negative_") for name in cond.tensors)
         size += ", each step twice" if guided and (true_cfg or 0) > 1 else ""
 

@@ -144,8 +144,10 @@ def going_on(part: StepRange | None, latents: torch.Tensor | None) -> StepRange 
     starts = part is not None and part.start > 0
     if latents is None and starts:
         assert part is not None
-        raise ValueError(f"start_step is {part.start}, but there is nothing to go on from. Give latents: those that a "
-                         f"run with end_step={part.start} left.")  # fmt: skip
+        raise ValueError(
+            f"start_step is {part.start}, but there is nothing to go on from. Give latents that a run "
+            "left at this step."
+        )
     if latents is None:
         return part
     if part is None or not starts:

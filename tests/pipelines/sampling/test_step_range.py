@@ -78,7 +78,7 @@ def test_two_runs_are_one(name: str, opened: Any, tiny_folders: Folders) -> None
     [("hunyuan_video", "bf16"), ("mochi", "bf16"), ("ltx_timestep", "fp32")],
 )
 def test_what_the_loop_has_beside_values_is_kept(name: str, dtype: str, opened: Any) -> None:
-    """HunyuanVideo begins in float32 and goes on in bfloat16. Mochi rounds each step. LTX draws noise behind its loop."""
+    """HunyuanVideo goes on in bfloat16 after float32. Mochi rounds each step. LTX draws noise behind its loop."""
     run = opened(name, dtype=dtype)
     run.run |= {"scheduler": None} if name == "mochi" else {}
     assert torch.equal(run.in_two(), run())
