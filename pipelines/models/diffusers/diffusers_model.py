@@ -810,9 +810,10 @@ class DiffusersModel:
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
             try:
                 at, prompt = steps.position, texts.get("prompt_embeds")
+                tell = self.claims.manager.timeline.count_calls
                 cached = {unit: modules[unit.name] for unit in self.denoisers if unit.name in modules}
                 with (
-                    nullcontext() if cache is None else caching(cache, cached, steps.moment),
+                    nullcontext() if cache is None else caching(cache, cached, steps.moment, tell),
                     nullcontext() if part is None else guided_within(part, modules.values(), at, prompt),
                 ):
                     pipe(**arguments | texts, output_type="pt", return_dict=False)
