@@ -259,6 +259,7 @@ class Steps:
         draws = "generator" in inspect.signature(self.step).parameters
         self.drawing = {"generator": generator} if draws else {}
         self.taken, self.part, self._entering = 0, part, entering
+        self.leaves = False  # whether the last step ends the call, of one that has no callback
         self.finite = StepCheck()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -294,6 +295,8 @@ class Steps:
         steps = self._count()
         self.finite.check(made, self.taken, steps)
         self._report(scheduler, model_output, sample, made, steps)
+        if self.leaves and self.taken == steps:
+            raise DecodeCalledError(made, "its last step")
         return result
 
     def leave(self, pipe: Any, step: int, time: Any, kept: dict[str, Any]) -> dict[str, Any]:

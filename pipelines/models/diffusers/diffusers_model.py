@@ -631,8 +631,7 @@ class DiffusersModel:
         self, inputs: Inputs, choice: SchedulerChoice | None, own: Any, steps: int, options: Mapping[str, Any]
     ) -> StepRange | None:
         """Return the part of the steps that is asked for. Raises ValueError, in one line, where it is not taken."""
-        hooks = hasattr(self.pipeline_class, "prepare_latents") and _AT_STEP in self.call
-        if own is None or not hooks or not self.is_compared:
+        if own is None or not hasattr(self.pipeline_class, "prepare_latents") or not self.is_compared:
             raise ValueError(f"{self.title} takes no start_step and no end_step. Leave them out.")
         if "strength" in self.call:
             raise ValueError(
@@ -794,7 +793,8 @@ class DiffusersModel:
         dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
         pipe.scheduler.step = steps = Steps(pipe.scheduler, arguments["generator"], on_step, between, entering)
         if between is not None and between.ends_early:
-            arguments[_AT_STEP] = steps.leave
+            steps.leaves = _AT_STEP not in self.call
+            arguments |= {} if steps.leaves else {_AT_STEP: steps.leave}
         if self.replays:
             recording, texts = Recording.of(cond, device)
             recording.replay(pipe)

@@ -75,7 +75,7 @@ def test_two_runs_are_one(name: str, opened: Any, tiny_folders: Folders) -> None
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("hunyuan_video", "bf16"), ("mochi", "bf16"), ("ltx_timestep", "fp32")],
+    [("hunyuan_video", "bf16"), ("hunyuan_video15", "bf16"), ("mochi", "bf16"), ("ltx_timestep", "fp32")],
 )
 def test_what_the_loop_has_beside_values_is_kept(name: str, dtype: str, opened: Any) -> None:
     """HunyuanVideo goes on in bfloat16 after float32. Mochi rounds each step. LTX draws noise behind its loop."""
