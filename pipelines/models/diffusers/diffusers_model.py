@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -153,7 +154,7 @@ class DiffusersModel:
         self.encoders, self.denoisers, self.decoder = parts.encoders, parts.denoisers, parts.units["vae"]
         self.decoder_config = parts.components["vae"].config
         self._tasks: dict[Any, DiffusersModel] = {}
-        self._texts: DiffusersModel | None = None  # which encodes the prompt for a task
+        self._task_of: weakref.ref[DiffusersModel] | None = None  # the model that encodes the prompt, for a task
         for unit in self.denoisers:
             unit.batch_dims = self.batch_dims
 
@@ -400,7 +401,7 @@ class DiffusersModel:
         """Return the model that another class drives, or that takes other pictures, compared with its own call."""
         self.check_ready()
         task = type(self)(self.parts, cls, inputs, self.text_class)
-        task.replays, task.text_options, task._texts = self.replays, self.text_options, self
+        task.replays, task.text_options, task._task_of = self.replays, self.text_options, weakref.ref(self)
         task.default_steps, task.default_guidance = self.default_steps, self.default_guidance
         if self.is_compared:
             check.prove(task, self)
@@ -644,7 +645,7 @@ class DiffusersModel:
         between = steps_between(self.title, scheduler, steps, options)
         if between is None:
             return None
-        if differs := check.cut_differs(self, self._texts or self):
+        if differs := check.cut_differs(self, (self._task_of and self._task_of()) or self):
             raise ValueError(f"{self.title} takes no start_step and no end_step: {differs}. Leave them out.")
         return replace(between, model=self.components[self.denoisers[0].name].run_dtype)
 
