@@ -123,6 +123,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_file_arguments(parser)
 
 
+def add_step_range_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the part of the steps, for commands that run or plan one prompt."""
+    parser.add_argument(
+        "--start-step", type=int, help="go on at this step, counted from 0, from the --latent of a run that ended there"
+    )
+    parser.add_argument("--end-step", type=int, help="end before this step, and write the latents to an --out .latent")
+
+
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the files and folders that a model is made of beside its own, for commands that open any model."""
     parser.add_argument(
@@ -229,7 +237,7 @@ def text_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of `sample` that were given."""
-    names = ("true_cfg", *SCHEDULING)
+    names = ("true_cfg", *SCHEDULING, "start_step", "end_step")
     return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 

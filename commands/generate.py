@@ -15,6 +15,7 @@ from .arguments import (
     add_device_arguments,
     add_model_arguments,
     add_picture_arguments,
+    add_step_range_arguments,
     expanded,
     family_arguments,
     model_path,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ..memory.weights.unit import ManagedModel
     from ..pipelines import Pipeline
 
+LATENT = ".latent"  # the end of a file of latents, as ComfyUI's Save Latent names it
 SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU
 
 
@@ -38,10 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_device_arguments(parser)
     add_model_arguments(parser)
+    add_step_range_arguments(parser)
     parser.add_argument("--model", type=model_path, required=True, help=MODEL_HELP)
     parser.add_argument("--prompt", default="", help="what to show")
     parser.add_argument(
-        "--latent", type=expanded, help="decode this file, which a run that failed has left, and no more"
+        "--latent",
+        type=expanded,
+        help="decode this file, which a run that failed has left, and no more; with --start-step go on from it",
     )
     add_picture_arguments(parser)
     parser.add_argument("--denoise", type=float, help="NewBie: how much of the picture to replace, up to 1")
@@ -54,13 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=expanded,
         required=True,
-        help="a .png, .jpg or .webp; for a video .mp4, .webp, .gif, or a .png for each frame",
+        help="a .png, .jpg or .webp; for a video .mp4, .webp, .gif, or a .png for each frame; --end-step: a .latent",
     )
     parser.add_argument("--timeline", type=expanded, help="also draw VRAM over time to this .png")
 
 
 def run(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
-    """Encode, sample, decode and write; or decode a latent file only. Raises ValueError for bad options."""
+    """Encode, sample, decode and write, all or part of that. Raises ValueError for bad options."""
+    if arguments.start_step and not arguments.latent:
+        raise ValueError(f"--start-step is {arguments.start_step}, but there is nothing to go on from. Give --latent.")
+    if arguments.start_step and not arguments.prompt:
+        raise ValueError("a run with --start-step needs its --prompt. Give it.")
+    if arguments.latent and arguments.end_step and not arguments.start_step:
+        raise ValueError("a --latent is decoded without --start-step. Give that, or leave --end-step out.")
     if not arguments.prompt and not arguments.latent:
         raise ValueError("there is nothing to draw. Give a --prompt, or a --latent to decode.")
     cards.check(arguments.cards, arguments.device)
@@ -68,7 +79,7 @@ def run(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
         raise ValueError("a --latent is decoded on one card. Leave --cards out.")
     if not cards.launched():
         say_opening(arguments.model)
-    _check_files(arguments.out, arguments.timeline)
+    _check_files(arguments.out, arguments.timeline, arguments.end_step)
     if arguments.cards > 1 and not cards.launched():
         return cards.launch(arguments.cards, run, arguments)
     from diffusers.utils import logging as diffusers_logging
@@ -86,7 +97,7 @@ def run(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, cache_dir: Path | None, device: str, ram: str | int | None) -> int:
     from ..pipelines import open_pipeline
-    from ..pipelines.decoding.rescue import load_latents, rescued
+    from ..pipelines.decoding.rescue import load_latents, rescued, save_latents
 
     pipe = open_pipeline(
         arguments.model,
@@ -97,12 +108,19 @@ def _run(arguments: argparse.Namespace, cache_dir: Path | None, device: str, ram
         cache_dir=cache_dir,
         **family_arguments(arguments),
     )
-    check_output(arguments.out, pipe.is_video, pipe.title)
-    check_film(arguments.out.suffix)
+    if not arguments.end_step:
+        check_output(arguments.out, pipe.is_video, pipe.title)
+        check_film(arguments.out.suffix)
     with pipe.manager.timeline.watched(_ReadingBar()), contextlib.ExitStack() as exits:
         exits.callback(pipe.manager.stop_reading)  # for what does not come where a stage fails
-        latents = load_latents(arguments.latent) if arguments.latent else _sample(pipe, arguments)
+        latents = load_latents(arguments.latent) if arguments.latent else None
+        if latents is None or arguments.start_step:
+            latents = _sample(pipe, arguments, latents)
         if not cards.is_first(arguments.cards):
+            return 0
+        if arguments.end_step:
+            save_latents(latents, arguments.out, {"prompt": arguments.prompt})
+            print(f"\n{pipe.manager.timeline.table()}\n\nwrote {arguments.out}")
             return 0
         pipe.check_latents(latents)
         advice = "Decode it with ballast generate --latent, and --model and --out."
@@ -115,11 +133,15 @@ def _run(arguments: argparse.Namespace, cache_dir: Path | None, device: str, ram
     return 0
 
 
-def _check_files(out: Path, timeline: Path | None) -> None:
+def _check_files(out: Path, timeline: Path | None, end_step: int | None) -> None:
     """Raise ValueError, ImportError or OSError, in one line, for files that could not be written at the end."""
     from ..memory.files import check_file
 
-    kinds = [*PICTURES, *(suffix for suffix in VIDEOS if suffix not in PICTURES)]
+    if end_step and out.suffix.lower() != LATENT:
+        raise ValueError(f"a run with --end-step leaves latents, no picture. Give --out {out.with_suffix(LATENT)}.")
+    if end_step and timeline:
+        raise ValueError("--timeline is of a whole run. Leave it out, or --end-step.")
+    kinds = [LATENT] if end_step else [*PICTURES, *(suffix for suffix in VIDEOS if suffix not in PICTURES)]
     for path, known in ((out, kinds), (timeline, PICTURES)):
         if path is None:
             continue
@@ -130,7 +152,7 @@ def _check_files(out: Path, timeline: Path | None) -> None:
         raise ValueError(f"--out and --timeline are both {out}. Name two files.")
 
 
-def _sample(pipe: Pipeline, arguments: argparse.Namespace) -> torch.Tensor:
+def _sample(pipe: Pipeline, arguments: argparse.Namespace, latents: torch.Tensor | None) -> torch.Tensor:
     from tqdm import tqdm
 
     further = sampling_arguments(arguments) | ({} if arguments.denoise is None else {"denoise": arguments.denoise})
@@ -170,6 +192,7 @@ def _sample(pipe: Pipeline, arguments: argparse.Namespace) -> torch.Tensor:
             attention=arguments.attention,
             once=arguments.once,
             lockstep=arguments.lockstep,
+            latents=latents,
             on_step=on_step,
             **pictures,
             **further,

@@ -14,6 +14,7 @@ from .arguments import (
     ONCE_HELP,
     add_model_arguments,
     add_picture_arguments,
+    add_step_range_arguments,
     expanded,
     family_arguments,
     model_path,
@@ -32,6 +33,7 @@ _SIZE = 1200, 420  # of the picture of one budget among several
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_model_arguments(parser)
+    add_step_range_arguments(parser)
     parser.add_argument("model", type=model_path, nargs="?", help=MODEL_HELP)
     add_picture_arguments(parser)
     parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")

@@ -76,7 +76,8 @@ class Sampler(io.ComfyNode):
                     optional=True,
                     tooltip="An empty latent gives the size, the frames and the batch: leave those widgets as they "
                     "are. Or a picture to start from, from FP32 VAE Encode, for NewBie (image to image: set denoise "
-                    "below 1, too) and Pyramid-Flow (it becomes the first frame). Width and height are 0 or its size.",
+                    "below 1, too) and Pyramid-Flow (it becomes the first frame). Width and height are 0 or its size. "
+                    "With start_step of Sampler Settings: what another sampler left.",
                 ),
                 io.Float.Input(
                     "denoise",
@@ -98,7 +99,9 @@ class Sampler(io.ComfyNode):
             ],
             outputs=[
                 io.Latent.Output(
-                    "latent", tooltip="For FP32 VAE Decode, or ComfyUI's own VAE Decode with the same VAE."
+                    "latent",
+                    tooltip="For FP32 VAE Decode, or ComfyUI's own VAE Decode with the same VAE. With end_step of "
+                    "Sampler Settings: for another Offloaded Sampler.",
                 )
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],
@@ -128,6 +131,7 @@ class Sampler(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..pipelines.options import UnknownOptionError
         from ..pipelines.sampling.latents import samples_of
+        from ..pipelines.sampling.step_range import START_STEP
 
         further = {**(options or {}), **(sampler_settings or {}), **({"true_cfg": true_cfg} if true_cfg else {})}
         pipe = pipeline.open()
@@ -138,6 +142,8 @@ class Sampler(io.ComfyNode):
             width, height, frames, batch = size.values()
             notes = [f"The empty latent gives the size: {width} x {height}{f', {frames} frames' if frames else ''}."]
             latent = None
+        if latent is not None and further.get(START_STEP):
+            further["latents"], latent = samples_of(latent), None
         if latent is not None:
             further |= {"init_latents": samples_of(latent), **({"denoise": denoise} if denoise < 1 else {})}
         elif denoise < 1:

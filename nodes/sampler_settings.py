@@ -10,6 +10,7 @@ from ..pipelines.sampling.guidance_range import GUIDANCE_RANGE
 from ..pipelines.sampling.scheduler_choice import CLASSES, SAMPLERS, SCHEDULER, SHIFT, SIGMAS
 from ..pipelines.sampling.schedules import SCHEDULES
 from ..pipelines.sampling.step_cache import CACHE, DEFAULTS, OFF
+from ..pipelines.sampling.step_range import END_STEP, START_STEP
 from .shared.inputs import AUTO
 from .shared.reference import OptionsType
 
@@ -33,6 +34,9 @@ class SamplerSettings(io.ComfyNode):
                 "shift",
                 "sigmas",
                 "few steps",
+                "start at step",
+                "end at step",
+                "two samplers",
             ],  # fmt: skip
             inputs=[
                 io.Combo.Input(
@@ -113,6 +117,26 @@ class SamplerSettings(io.ComfyNode):
                     tooltip="Let the passes of guidance share each copy of streamed weights, where that takes less "
                     "time. The picture is the same.",
                 ),
+                io.Int.Input(
+                    "start_step",
+                    default=0,
+                    min=0,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Go on at this step, counted from 0, with the latent of a sampler that ended there: "
+                    "connect it to latent. Its steps, size and schedule are the same. With sampler euler or heun.",
+                ),
+                io.Int.Input(
+                    "end_step",
+                    default=0,
+                    min=0,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="End before this step; 0 for all steps. The latent is noisy still: another Offloaded "
+                    "Sampler goes on from it, with another model, LoRA or guidance.",
+                ),
             ],
             outputs=[OptionsType.Output("settings", tooltip="For sampler_settings of Offloaded Sampler or VRAM Plan.")],
         )
@@ -129,6 +153,8 @@ class SamplerSettings(io.ComfyNode):
         cache_amount: float = 0.0,
         once: bool = False,
         lockstep: bool = False,
+        start_step: int = 0,
+        end_step: int = 0,
     ) -> io.NodeOutput:
         chosen: dict[str, Any] = {SCHEDULER: sampler, SIGMAS: schedule, SHIFT: shift}
         settings = {name: value for name, value in chosen.items() if value not in (AUTO, 0)}
@@ -136,5 +162,5 @@ class SamplerSettings(io.ComfyNode):
             settings[GUIDANCE_RANGE] = part
         if cache != OFF:
             settings[CACHE] = f"{cache}:{cache_amount:g}" if cache_amount else cache
-        shared = {"once": once, "lockstep": lockstep}
-        return io.NodeOutput(settings | {name: True for name, is_on in shared.items() if is_on})
+        more = {"once": once, "lockstep": lockstep, START_STEP: start_step, END_STEP: end_step}
+        return io.NodeOutput(settings | {name: value for name, value in more.items() if value})

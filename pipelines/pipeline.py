@@ -33,6 +33,7 @@ from .runner import Runner, Settings
 from .sampling.batches import prompts_of
 from .sampling.kernels import AUTO
 from .sampling.latents import check_decodable, check_finite, check_noise, check_seed
+from .sampling.step_range import STEP_RANGE, StepRange
 from .stages import sample as sampling
 from .stages.batch_runs import BatchRuns, Item, Latents, Made
 from .stages.encode import encode_text, encoding_of, text_of
@@ -295,6 +296,7 @@ class Pipeline:
         true_cfg: float | None = None,
         once: bool = False,
         lockstep: bool = False,
+        latents: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
@@ -334,6 +336,11 @@ class Pipeline:
         guided if start <= i / n < end. The others run one pass. Calls of a sampler count as steps, two a step of heun.
         Classes that are not proved to skip a pass exactly refuse it.
 
+        `start_step` and `end_step` draw part of the `steps`, counted from 0. A run that ends early returns the latents
+        of its loop, in the layout of that and not denoised yet, and one that starts later goes on from these
+        `latents`. No noise is added. So two runs, with other models, LoRAs or guidance, may share the steps: with the
+        same settings they are one run, to the bit. `scheduler` is euler or heun then, by name or as the model's own.
+
         `cache` skips the blocks of the transformer in some steps, and adds what they added before. It is lossy, and off
         by default. "static:2" computes every second step after a fifth of them. "easycache:0.05", "firstblock:0.05",
         "magcache:0.06" and "seacache:0.25" skip where the change stays below a threshold; each number may be left out.
@@ -351,14 +358,18 @@ class Pipeline:
         check_seed(seed)
         if on_step is not None and not callable(on_step):
             raise ValueError(f"on_step is {str(on_step)[:80]!r}; it takes a function of step, steps and latents.")
-        if noise is not None:
-            check_noise(noise)
-            check_finite(noise, "the noise holds")
+        if noise is not None and latents is not None:
+            raise ValueError("noise and latents are given; a run that goes on from latents has no noise. Give one.")
+        for given, what in ((noise, "the noise holds"), (latents, "the latents to go on from hold")):
+            if given is not None:
+                check_noise(given)
+                check_finite(given, what)
         options |= {} if true_cfg is None else {TRUE_CFG: true_cfg}
         request = self._request(width, height, steps, guidance, frames, options)
         strategy = host_flags().strategy(strategy, "transformer")
         pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength, video)
-        drawing = sampling.Drawing(seed, noise, batch, cards, strategy, compile, attention, once, lockstep)
+        start, goes_on = noise if latents is None else latents, latents is not None
+        drawing = sampling.Drawing(seed, start, batch, cards, strategy, compile, attention, once, lockstep, goes_on)
         prompts = prompts_of(cond, self.model.cond_dims)
         job = sampling.prepare(self.model, self.runner, cond, prompts, pictures, request, drawing)
         sampling.tell_notes(cond, pictures, job, request)
@@ -522,6 +533,8 @@ class Pipeline:
         size += f" x {frames} frames" if frames else ""
         size += f", {job.batch.count} pictures" if job.batch.count > 1 else ""
         size += f", on {cards} cards" if cards > 1 else ""
+        part: StepRange | None = job.arguments.get(STEP_RANGE)
+        size += f", steps {part.start} to {part.end} of {part.steps}" if part is not None else ""
         guided = cond is None or job.model.replays or any(name.startswith("negative_") for name in cond.tensors)
         size += ", each step twice" if guided and (true_cfg or 0) > 1 else ""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..charts.text_tables import format_table
 from ..sizes import format_bytes
 from ..vocabulary import Role, Tier
 from ..weights.unit import ManagedModel
+from .timeline import CallCount
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Report:
     units: tuple[UnitReport, ...]
     guests: tuple[UnitReport, ...] = ()  # host models (ComfyUI's own)
     driver_bytes: int = 0  # bytes that the driver counts for this process; 0 if unknown
+    counted: Mapping[str, CallCount] = field(default_factory=dict)  # by unit: calls of the newest sampling with a cache
 
     @property
     def resident_bytes(self) -> int:
@@ -94,4 +97,8 @@ class Report:
             sizes = map(format_bytes, (unit.size_bytes, unit.resident_bytes, unit.host_bytes))
             name = f"{unit.label}/{unit.name}" if unit.label else unit.name
             rows.append((name, unit.role, unit.tier, unit.placement or "-", *sizes, state))
-        return head + "\n" + format_table(rows)
+        counted = [
+            f"{name} computed {count.computed} of {count.calls} calls with the cache {count.cache}."
+            for name, count in self.counted.items()
+        ]
+        return "\n".join([head, format_table(rows), *counted])

@@ -75,15 +75,30 @@ class Event:
 Watcher = Callable[[Event, ManagedModel], None]
 
 
+@dataclass(frozen=True)
+class CallCount:
+    """The calls of a unit in one stage, of which a step cache, such as "static:2", skipped some."""
+
+    cache: str
+    calls: int
+    skipped: int
+
+    @property
+    def computed(self) -> int:
+        """The calls that were not skipped."""
+        return self.calls - self.skipped
+
+
 @dataclass
 class UnitRecord:
-    """The record of one unit in one stage."""
+    """The record of one unit in one stage. `counted` are the calls that a step cache saw, None without one."""
 
     name: str
     tier_before: Tier
     tier_after: Tier = "disk"
     placement: str = "-"
     bytes_in: int = 0
+    counted: CallCount | None = None
 
 
 @dataclass
@@ -170,6 +185,8 @@ class StageRecord:
         least = {"streamed": "leafwise"} if self.strategy == "leafwise" else {}
         named = [f"{unit.name} {least.get(unit.placement, unit.placement)}".strip() for unit in came]
         said += [f"{name}, {format_bytes(unit.bytes_in)} in" for name, unit in zip(named, came, strict=True)]
+        counts = [unit.counted for unit in self.units.values() if unit.counted]
+        said += [f"computed {count.computed} of {count.calls} calls, cache {count.cache}" for count in counts]
         said += ["RAM is short: weights come from disk"] * self.ram_is_short
         planned, per_step = self.planned, self.step_seconds
         if self.peak_bytes:
@@ -270,6 +287,18 @@ class Timeline:
         if self._stage is not None:
             self._stage.ram_is_short = True
 
+    def count_calls(self, unit: ManagedModel, count: CallCount) -> None:
+        """Add calls to the record of a unit in the present stage: a batch is drawn in parts."""
+        if self._stage is not None and (mine := self._stage.units.get(unit.name)) is not None:
+            before = mine.counted or CallCount(count.cache, 0, 0)
+            mine.counted = CallCount(count.cache, before.calls + count.calls, before.skipped + count.skipped)
+
+    @property
+    def counted(self) -> dict[str, CallCount]:
+        """The calls that a step cache saw in the newest sampling stage, by unit."""
+        newest = next((stage for stage in reversed(self.stages) if stage.name == "sample"), None)
+        return {unit.name: unit.counted for unit in newest.units.values() if unit.counted} if newest else {}
+
     @property
     def is_in_stage(self) -> bool:
         """Return whether one of our stages is running."""
@@ -334,13 +363,16 @@ class Timeline:
     def table(self, stages: int = _MAX_STAGES, runs: int | None = None) -> str:
         """Return a text table with a row for each unit of each of the newest stages.
 
-        Columns: tiers, placement, bytes brought in, budget, peaks, planned peak and seconds.
+        Columns: tiers, placement, bytes brought in, calls that a step cache let be computed, budget, peaks, planned
+        peak and seconds.
         """
         found = self.newest(stages, runs)
         others = any(stage.has_others for stage in found)
         driver = any(stage.driver_bytes > stage.peak_bytes for stage in found)
         several = len({stage.run for stage in found}) > 1
-        heading = ["stage", "unit", "tier before", "tier after", "placement", "bytes in", "budget"]
+        cached = any(unit.counted for stage in found for unit in stage.units.values())
+        heading = ["stage", "unit", "tier before", "tier after", "placement", "bytes in", *["computed"] * cached]
+        heading.append("budget")
         rows = [
             ("run",) * several + (*heading, *("others",) * others, "peak", *("driver",) * driver, "planned", "seconds")
         ]
@@ -354,7 +386,8 @@ class Timeline:
             ]
             budget = format_bytes(stage.budget_bytes) if stage.peak_bytes else "-"
             for i, unit in enumerate(stage.units.values()):
-                row = (unit.name, unit.tier_before, unit.tier_after, unit.placement, format_bytes(unit.bytes_in))
+                row = [unit.name, unit.tier_before, unit.tier_after, unit.placement, format_bytes(unit.bytes_in)]
+                row += [f"{unit.counted.computed} of {unit.counted.calls}" if unit.counted else ""] * cached
                 first = (run,) * several + (stage.title,)
                 rows.append((*([""] * len(first) if i else first), *row, *("" if i else f for f in (budget, *facts))))
         return format_table(rows)

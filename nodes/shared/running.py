@@ -42,6 +42,7 @@ _IN_WIDGETS = {
     "Leave it out; guidance is its own scale.": "Set true_cfg to 0: guidance is its own scale.",
     "Give it: ": "Connect ",
     "Give them to encode, and none to sample.": "Connect them to Staged Text Encode, and none here.",
+    "Give latents that a run left at this step.": "Connect the latent of a sampler that ended at this step.",
     "Encode one prompt, and leave batch out.": "Encode one prompt, and set batch to 1.",
 }
 _BUDGET = re.compile(r"Raise the (v?ram) budget to ([\d.]+ [KMGT]?B)")

@@ -15,9 +15,12 @@ import torch
 from ...memory.files import cache_home, replace_file
 from ..encoding.conditioning import to_host
 from ..sampling.latents import WrongLatentsError, check_finite, check_latents
+from ..sampling.step_range import StepRange, left_by, mark
 
 log = logging.getLogger("ballast")
 
+_STEPS = "ballast_steps"  # of latents that a run left early: start, end and number of its steps, dtypes
+_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, None)}
 _LONGEST = 200  # bytes of a name, of 255 that file systems take
 
 
@@ -33,7 +36,10 @@ def save_latents(latents: torch.Tensor, path: Path, metadata: Mapping[str, str] 
 
     # An empty tensor of this name says that they are not scaled.
     tensors = {"latent_tensor": latents.detach().cpu().contiguous(), "latent_format_version_0": torch.tensor([])}
-    replace_file(path, save(tensors, dict(metadata or {})))
+    facts = dict(metadata or {})
+    if (left := left_by(latents)) is not None:
+        facts[_STEPS] = f"{left.start} {left.end} {left.steps} {left.loop} {left.model}"
+    replace_file(path, save(tensors, facts))
 
 
 def load_latents(path: Path) -> torch.Tensor:
@@ -45,9 +51,17 @@ def load_latents(path: Path) -> torch.Tensor:
             if "latent_format_version_0" not in file.keys():  # noqa: SIM118
                 raise ValueError(f"{path} holds no latent of ComfyUI's format.")
             latents = to_host(file.get_tensor("latent_tensor"))
+            left = (file.metadata() or {}).get(_STEPS)
     except SafetensorError as error:
         raise ValueError(f"{path} is no latent, or damaged ({error}).") from error
     check_latents(latents)
+    if left is not None:
+        try:
+            *steps, loop, model = left.split()
+            start, end, count = map(int, steps)
+            mark(latents, StepRange(start, end, count, loop=_DTYPES[loop], model=_DTYPES[model]))
+        except (ValueError, KeyError):
+            raise ValueError(f"{path} does not say at which step it was left ({left[:80]!r}).") from None
     return latents
 
 

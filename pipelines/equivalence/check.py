@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from ..stock.signatures import encode_defaults
 from . import released, verdicts
 from .batch_check import compare_batch
 from .comparison import StockCallError, rehearse
+from .cut_check import compare_cut
 from .verdicts import Verdict
 
 if TYPE_CHECKING:
@@ -159,12 +160,24 @@ def batch_differs(model: DiffusersModel, texts: DiffusersModel, own: Collection[
         return "its own call encodes the prompt"
     task: dict[str, Any] = {"inputs": sorted(model.inputs), "own": sorted(own)}
     task |= {"texts": texts.pipeline_class.__name__, "options": dict(model.text_options)}
-    directory, key = model.claims.cache.directory / "proofs", model.forecaster.key(stage="proof of a batch", **task)
-    verdict = verdicts.recall(directory, key) or released.recall(model, texts, "batch", task)
+    return _proved(model, "batch", task, lambda: compare_batch(model, texts, own), texts)
+
+
+def cut_differs(model: DiffusersModel, texts: DiffusersModel) -> str:
+    """Return how a run that is cut in two would differ from the whole, in a few words; empty if not."""
+    task: dict[str, Any] = {**_task(model), "texts": texts.pipeline_class.__name__, "options": dict(model.text_options)}
+    return _proved(model, "cut", task, lambda: compare_cut(model, texts), texts)
+
+
+def _proved(
+    model: DiffusersModel, kind: str, task: Mapping[str, Any], proof: Callable[[], Verdict], texts: DiffusersModel
+) -> str:
+    directory, key = model.claims.cache.directory / "proofs", model.forecaster.key(stage=f"proof of a {kind}", **task)
+    verdict = verdicts.recall(directory, key) or released.recall(model, texts, kind, task)
     if verdict is None:
         try:
             with quietly(), model.claims.manager.between_stages():
-                verdict = compare_batch(model, texts, own)
+                verdict = proof()
         except Exception as error:
             verdict = verdicts.not_compared(error)
             verdicts.keep(None, key, verdict)  # it may have been the machine

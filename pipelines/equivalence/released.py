@@ -31,7 +31,7 @@ _OF_ENCODERS = ("hidden_size", "num_hidden_layers", "max_position_embeddings", "
 def recall(model: DiffusersModel, texts: DiffusersModel, kind: str, task: Mapping[str, Any]) -> Verdict | None:
     """Return the verdict on a model whose prompt `texts` encodes, or None for one that is not in the table.
 
-    `kind` is "stages" or "batch", for which `task` says what was compared.
+    `kind` is "stages", "batch" or "cut", for which `task` says what was compared.
     """
     try:
         facts = _table().get(key_of(model, texts, kind, task))

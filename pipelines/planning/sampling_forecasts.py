@@ -17,6 +17,7 @@ from ..sampling.batches import generators
 from ..sampling.guidance_range import GuidanceRange
 from ..sampling.scheduler_choice import SCHEDULER, SchedulerChoice
 from ..sampling.step_cache import CACHE, StepCache, block_paths
+from ..sampling.step_range import StepRange
 from .forecasts import Forecaster, shape_of, shapes_in
 
 Denoise = Callable[..., torch.Tensor]  # of a model, see `Model.denoise`
@@ -31,7 +32,7 @@ class Sampling:
 
     `reports` says whether each step is reported; `noise` is given noise, if any. `pictures` of the one prompt are drawn
     at once, each of `cards` computing a share. `dry_steps` are those of the dry run, all of them guided; `guided`
-    says which of the `steps` are, None if all or none. A `cache` skips some of them.
+    says which of the `steps` are, None if all or none. A `cache` skips some of them. They are `part` of a run, if any.
     """
 
     forecaster: Forecaster
@@ -46,6 +47,7 @@ class Sampling:
     dry_steps: int = 1
     guided: GuidanceRange | None = None
     cache: StepCache | None = None
+    part: StepRange | None = None
 
     def key(self, cond: Conditioning) -> str | None:
         """Return the digest of everything that decides the activations, or None if something has no digest."""
@@ -61,7 +63,7 @@ class Sampling:
             arguments[CACHE] = str(cache)
         given = {"arguments": arguments, "cond": tensors, "reports": self.reports, "noise": noise, **self.size}
         if self.guided is not None:
-            given["guided"] = [self.guided.guided(self.steps), self.steps]
+            given["guided"] = [self._guided_steps(self.guided), self.steps]
         if self.cache is not None:
             given["steps"] = self.steps
         return self.forecaster.key(stage="sample", **given, **branches(self.units))
@@ -101,9 +103,12 @@ class Sampling:
             whole = self._with_cache(whole, self.cache)
         return divided(whole, self.cards)
 
+    def _guided_steps(self, guided: GuidanceRange) -> int:
+        return (self.part or StepRange(0, self.steps, self.steps)).guided(guided)
+
     def _with_guidance(self, forecast: Forecast, part: GuidanceRange) -> Forecast:
         """Count all steps, of which only part is guided: the others make one prediction of two."""
-        predictions, units = self.steps + part.guided(self.steps), {}
+        predictions, units = self.steps + self._guided_steps(part), {}
         for name, unit in forecast.units.items():
             apart = unit.calls == 2 * forecast.steps
             # Without a negative prompt a class that makes two calls makes one in each step.

@@ -8,7 +8,6 @@ runs in each call: the embeddings, and the last projection.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,23 +17,27 @@ import torch
 from torch import nn
 
 from ...memory.planning.taint import named_arguments
+from ...memory.reports.timeline import CallCount
 from ...memory.weights.interpose import Forward, interpose
 from ...memory.weights.unit import ManagedModel
 from .cache_decisions import Decision, Moment, decision_of
 from .step_cache import StepCache, block_paths, metadata_of
 
-log = logging.getLogger("ballast")
-
 States = tuple[torch.Tensor, torch.Tensor | None]  # of the picture, and of the text where a block hands it on
 
 
+Tell = Callable[[ManagedModel, CallCount], None]
+
+
 @contextmanager
-def caching(cache: StepCache, units: Mapping[ManagedModel, nn.Module], moment: Callable[[], Moment]) -> Iterator[None]:
-    """Skip the blocks of the units' modules in some of their calls, until the block ends."""
+def caching(
+    cache: StepCache, units: Mapping[ManagedModel, nn.Module], moment: Callable[[], Moment], tell: Tell
+) -> Iterator[None]:
+    """Skip the blocks of the units' modules in some of their calls, until the block ends. `tell` is told how many."""
     runs = [_CachedCalls(cache, unit, module, moment) for unit, module in units.items()]
     with ExitStack() as stack:
         for run in runs:
-            stack.callback(run.end)
+            stack.callback(run.end, tell)
             stack.callback(interpose(run.module, run))
         yield
 
@@ -118,11 +121,10 @@ class _CachedCalls:
         self.skipped += call.skips
         return made
 
-    def end(self) -> None:
+    def end(self, tell: Tell) -> None:
         """Tell how many calls were skipped, and forget what is kept on the device."""
         if self.calls and not self.cache.dry:
-            name = self.unit.name
-            log.info("Ballast: the cache %s skipped %d of %d calls of %s", self.cache, self.skipped, self.calls, name)
+            tell(self.unit, CallCount(str(self.cache), self.calls, self.skipped))
         self._passes.clear()
 
 

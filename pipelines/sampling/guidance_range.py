@@ -46,10 +46,6 @@ class GuidanceRange:
         """Return whether this step is guided."""
         return self.start <= step / steps < self.end
 
-    def guided(self, steps: int) -> int:
-        """Return how many of these steps are guided."""
-        return sum(self.holds(step, steps) for step in range(steps))
-
 
 def range_of(title: str, class_name: str, experts: int, options: Mapping[str, Any]) -> GuidanceRange:
     """Return the range that options of `sample` ask for. Raises ValueError, in one line, where it is not taken."""

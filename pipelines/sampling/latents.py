@@ -10,6 +10,7 @@ import torch
 
 from ...memory.engine.streams import Queues
 from ...memory.weights import hostbuffer
+from .step_range import left_by
 
 if TYPE_CHECKING:
     from ..models.model import Model
@@ -129,6 +130,11 @@ def check_decodable(model: Model, latents: Any) -> None:
     """Raise TypeError or ValueError, in one line, for what a model cannot decode."""
     model.check_ready()
     check_latents(latents)
+    if (left := left_by(latents)) is not None:
+        raise ValueError(
+            f"the latents were left at step {left.end} of {left.steps}, and are no picture yet. Sample the rest of the "
+            f"steps first, with start_step {left.end}."
+        )
     takes = model.decoder_config.get("latent_channels") or model.decoder_config.get("z_dim")
     advice = "Sample and decode with the same pipeline."
     check_fit(latents, f"the VAE of {model.title}", takes, model.latent_dimensions, advice)

@@ -32,6 +32,7 @@ from ..sampling.latents import check_finite, check_latents
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from ..sampling.scheduler_choice import SCHEDULER
 from ..sampling.step_cache import CACHE, StepCache
+from ..sampling.step_range import STEP_RANGE, StepRange, going_on, left_by, mark
 from .image_conditioning import encode_images
 from .precompute import precompute
 
@@ -46,7 +47,10 @@ _WORDS = re.compile(r"\w")
 
 @dataclass(frozen=True)
 class Drawing:
-    """Arguments of `sample` that concern no one model: how many pictures, of which noise, and how they are run."""
+    """Arguments of `sample` that concern no one model: how many pictures, of which noise, and how they are run.
+
+    With `goes_on` the noise is the latents that another run left.
+    """
 
     seed: int = 0
     noise: torch.Tensor | None = None
@@ -57,6 +61,7 @@ class Drawing:
     attention: str = AUTO
     once: bool = False
     lockstep: bool = False
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,9 @@ def prepare(
         raise ValueError("guidance_range is for one card. Leave it out, or leave cards at 1.")
     if CACHE in arguments:
         _check_cached(drawing)
+    if STEP_RANGE in arguments and (drawing.cards > 1 or CACHE in arguments):
+        other = "cards" if drawing.cards > 1 else "cache"
+        raise ValueError(f"start_step and end_step do not go together with {other}. Leave one of them out.")
     batch = batch_of(drawing.batch, drawing.seed, drawing.noise, prompts, arguments, inputs.own)
     drawn_by.check_count(max(prompts, batch.count))
     return Job(inputs, arguments, batch, drawing, bool(pictures) or drawn_by.looks)
@@ -183,6 +191,8 @@ def check_run_on_cards(model: Model, cards: int, **options: Any) -> None:
 def sample(texts: Model, runner: Runner, cond: Conditioning, job: Job, on_step: OnStep | None) -> torch.Tensor:
     """Return the latents of a job, float32 on the CPU. The prompt was encoded by `texts`."""
     model, drawing, cards = job.model, job.drawing, job.drawing.cards
+    if part := going_on(job.arguments.get(STEP_RANGE), drawing.noise if drawing.goes_on else None):
+        job = replace(job, arguments={**job.arguments, STEP_RANGE: part})
     check_attention(drawing.attention, [u.module for u in model.denoisers] if drawing.attention != AUTO else ())
     check_run_on_cards(model, cards, compile=drawing.compile, attention=drawing.attention)
     if cards > 1:
@@ -210,6 +220,8 @@ def sample(texts: Model, runner: Runner, cond: Conditioning, job: Job, on_step: 
             log.info("Ballast: the batch is drawn %d at a time (%s)", at_once, error)
     with torch.inference_mode(False):
         latents = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        if left := left_by(drawn[0]):
+            mark(latents, left)
     check_finite(latents, "the transformer made")
     return latents
 
@@ -220,6 +232,7 @@ def sampling_of(
     """Return the stage of a run with these arguments of `denoise`, to forecast."""
     asked = dict(arguments)
     drawing, noise = asked.pop("generator"), asked.pop("latents")
+    part: StepRange | None = asked.get(STEP_RANGE)
     dry = model.dry_run_arguments(asked)
     return Sampling(
         model.forecaster,
@@ -228,12 +241,13 @@ def sampling_of(
         dry,
         model.passes(asked),
         reports,
-        noise,
+        None if part is not None and part.start else noise,  # latents of the loop are not noise
         len(drawing) if isinstance(drawing, list) else 1,
         cards,
         model.passes(dry) if SCHEDULER in dry else dry["num_inference_steps"],
         asked.get(GUIDANCE_RANGE),
         asked.get(CACHE),
+        part,
     )
 
 
@@ -260,6 +274,7 @@ class _Drawing:
         job, model, drawing = self.job, self.job.model, self.job.drawing
         begins, done = range(begin, job.batch.count, at_once), len(drawn)
         seen = [self._images_encoded(at, at_once) for at in begins]
+        part: StepRange | None = job.arguments.get(STEP_RANGE)
 
         def draw(device: torch.device, modules: Mapping[str, nn.Module]) -> None:
             with self._using(modules.values()):
@@ -267,7 +282,7 @@ class _Drawing:
                     given = job.given(at, at_once)
                     report = _counted(self.on_step, len(drawn), done + len(begins))
                     # No name for the latents: it would keep them on the device while the next part is drawn.
-                    drawn.append(to_host(model.denoise(self.cond, given, report, device, modules, answers).float()))
+                    drawn.append(_on_host(model.denoise(self.cond, given, report, device, modules, answers), part))
 
         with self.runner.adapters(model.denoisers), keeping(job):
             for unit in model.denoisers:
@@ -337,6 +352,14 @@ class _Drawing:
     def _on_compile(self, compiles: bool) -> None:
         for unit in (unit for unit in self.job.model.denoisers if unit.leases):
             self.runner.manager.timeline.tell("compile" if compiles else "compiled", unit)
+
+
+def _on_host(latents: torch.Tensor, part: StepRange | None) -> torch.Tensor:
+    """Return latents on the CPU in float32, with a mark if steps are left."""
+    made = to_host(latents.float())
+    if part is not None and part.ends_early:
+        mark(made, replace(part, loop=latents.dtype))
+    return made
 
 
 def _call_each(device: torch.device, modules: Mapping[str, nn.Module]) -> None:

@@ -18,6 +18,7 @@ from ...memory.weights.unit import ManagedModel
 from ..sampling.batches import Generators, generators
 from ..sampling.cache_decisions import Moment
 from ..sampling.latents import StepCheck, check_noise
+from ..sampling.step_range import StepRange
 from .answers import Telling
 from .signatures import returned_names
 
@@ -136,8 +137,8 @@ class LoopReachedError(Exception):
 class DecodeCalledError(Exception):
     """Carries the latents out of a pipeline's call."""
 
-    def __init__(self, latents: torch.Tensor) -> None:
-        super().__init__("the pipeline reached its decoder")
+    def __init__(self, latents: torch.Tensor, reached: str = "its decoder") -> None:
+        super().__init__(f"the pipeline reached {reached}")
         self.latents = latents
 
 
@@ -199,20 +200,66 @@ def checking_noise(prepare: Callable[..., Any], telling: Telling) -> Callable[..
     return prepare_latents
 
 
+class Entering:
+    """Latents of the loop that another run left, in `dtype`, by default that of noise: what a run goes on from."""
+
+    def __init__(self, latents: torch.Tensor, dtype: torch.dtype | None) -> None:
+        self._latents, self._dtype = latents, dtype
+        self._given: torch.Tensor | None = None
+
+    def in_place_of_noise(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `prepare_latents` to return them in place of noise, which is drawn all the same.
+
+        What its call draws after that, as LTX does behind its loop, is then the same.
+        """
+
+        @functools.wraps(prepare)
+        def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+            made = prepare(*args, **kwargs)
+            noise = made[0] if isinstance(made, tuple) else made
+            if noise.shape != self._latents.shape:
+                raise ValueError(
+                    f"the latents to go on from are {list(self._latents.shape)}; this run takes {list(noise.shape)}. "
+                    "Give those of a run of this size."
+                )
+            # Strides, which steps keep, decide which kernels run, and so the last bits: FLUX.2 transposes its noise.
+            self._given = torch.empty_like(noise, dtype=self._dtype).copy_(self._latents)
+            return (self._given, *made[1:]) if isinstance(made, tuple) else self._given
+
+        return prepare_latents
+
+    def check(self, sample: torch.Tensor) -> None:
+        """Raise RuntimeError if they are not the sample that the first step is handed."""
+        given, self._given = self._given, None
+        if given is None or sample.shape != given.shape or not torch.equal(sample.float(), given.float()):
+            raise RuntimeError("this pipeline changes the latents that it goes on from before its first step. Leave "
+                               "start_step out.")  # fmt: skip
+
+
 class Steps:
     """Replaces a scheduler's `step`, which all pipelines call once a step, and calls `on_step` after it.
 
     Gives the step the run's generators where it draws noise: else the seed would not decide the result.
 
     The scheduler is held weakly, or the two would keep tensors until the collector runs.
+
+    Of a `part` of the steps the first has to be handed the latents `entering`.
     """
 
-    def __init__(self, scheduler: Any, generator: Generators, on_step: OnStep | None) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        generator: Generators,
+        on_step: OnStep | None,
+        part: StepRange | None = None,
+        entering: Entering | None = None,
+    ) -> None:
         self.scheduler, self.step, self.on_step = weakref.ref(scheduler), _weak_step(scheduler), on_step
         functools.update_wrapper(self, self.step)
         draws = "generator" in inspect.signature(self.step).parameters
         self.drawing = {"generator": generator} if draws else {}
-        self.taken = 0
+        self.taken, self.part, self._entering = 0, part, entering
+        self.leaves = False  # whether the last step ends the call, of one that has no callback
         self.finite = StepCheck()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -220,33 +267,52 @@ class Steps:
         return _weak_step(copy.deepcopy(self.scheduler(), memo))
 
     def position(self) -> tuple[int, int]:
-        """Return how many steps are taken, and how many the run takes."""
+        """Return how many steps are taken, and how many the run takes. Of part of a run, where that is in the whole."""
+        if self.part is not None:
+            return self.part.first + self.taken, self.part.whole
+        return self.taken, self._count()
+
+    def _count(self) -> int:
+        """Return how many steps run."""
         scheduler: Any = self.scheduler()
         # A run from a picture leaves the first ones out.
-        return self.taken, len(scheduler.timesteps) - (getattr(scheduler, "begin_index", None) or 0)
+        return len(scheduler.timesteps) - (getattr(scheduler, "begin_index", None) or 0)
 
     def moment(self) -> Moment:
         """Return the position, with the noise level of the step that runs."""
         scheduler: Any = self.scheduler()
         step, steps = self.position()
-        at = step + (getattr(scheduler, "begin_index", None) or 0)
+        at = self.taken + (getattr(scheduler, "begin_index", None) or 0)
         return Moment(step, steps, float(scheduler.sigmas[at]) if hasattr(scheduler, "sigmas") else 0.0)
 
     def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
         scheduler: Any = self.scheduler()
+        if self._entering is not None and not self.taken:
+            self._entering.check(sample)
         result = self.step(model_output, timestep, sample, *args, **(self.drawing | kwargs))
         self.taken += 1
         made = result[0] if isinstance(result, tuple) else result.prev_sample
-        _, steps = self.position()
+        steps = self._count()
         self.finite.check(made, self.taken, steps)
+        self._report(scheduler, model_output, sample, made, steps)
+        if self.leaves and self.taken == steps:
+            raise DecodeCalledError(made, "its last step")
+        return result
+
+    def leave(self, pipe: Any, step: int, time: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        """Take the place of `callback_on_step_end`: raise DecodeCalledError with the latents after the last step."""
+        if self.taken == self._count():
+            raise DecodeCalledError(kept["latents"], "its last step")
+        return kept
+
+    def _report(self, scheduler: Any, model_output: Any, sample: Any, made: Any, steps: int) -> None:
         if self.on_step is None:
-            return result
+            return
         if type(scheduler).__name__ in _EXPECTING:
             latents = sample - scheduler.sigmas[scheduler.step_index - 1] * model_output
         else:
             latents = made
         self.on_step(self.taken, steps, latents)
-        return result
 
 
 def _weak_step(scheduler: Any) -> MethodType:

@@ -259,6 +259,34 @@ def test_an_edit_model_takes_several_pictures(tiny_folders: Folders, tmp_path: P
     assert made[0].shape == (32, 48, 3) and not np.array_equal(*made)
 
 
+@needs_sim
+def test_two_runs_share_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The first writes its latents, from which the second goes on: the picture is that of one run."""
+    left, two, one = tmp_path / "left.latent", tmp_path / "two.png", tmp_path / "one.png"
+    run = ["--model", "demo", "--prompt", "a red circle", "--device", "sim", "--steps", "6", "--scheduler", "euler"]
+
+    def generate_with(*more: str) -> int:
+        return ballast.commands.main.main(["generate", *run, *more])
+
+    assert generate_with("--end-step", "2", "--out", str(left)) == 0
+    assert generate_with("--start-step", "2", "--latent", str(left), "--out", str(two)) == 0
+    assert generate_with("--out", str(one)) == 0
+    assert np.array_equal(np.asarray(Image.open(two)), np.asarray(Image.open(one)))
+    capsys.readouterr()
+    for more, words in (
+        (["--end-step", "2", "--out", str(one)], "leaves latents, no picture. Give --out"),
+        (["--start-step", "2", "--out", str(one)], "nothing to go on from. Give --latent."),
+        (["--latent", str(left), "--out", str(one)], "left at step 2 of 6, and are no picture yet"),
+        (["--latent", str(left), "--end-step", "2", "--out", str(left)], "is decoded without --start-step"),
+        (["--start-step", "3", "--latent", str(left), "--out", str(one)], "goes on at step 3 of 6"),
+    ):
+        assert generate_with(*more) == 1
+        assert words in capsys.readouterr().err.splitlines()[-1]
+    args = ["plan", "demo", "--device", "sim", "--vram", "64MB,32MB", *run[6:], "--start-step", "2"]
+    assert ballast.commands.main.main(args) == 0
+    assert "steps 2 to 6 of 6, 4 steps" in capsys.readouterr().out
+
+
 def test_errors_are_one_line(capsys: pytest.CaptureFixture) -> None:
     assert ballast.commands.main.main(["generate", "--prompt", "a boat", "--model", "nowhere", "--out", "x.png"]) == 1
     said = capsys.readouterr().err.strip()

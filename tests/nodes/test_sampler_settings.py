@@ -9,6 +9,7 @@ from typing import Any
 import folder_paths
 import pytest
 import torch
+from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.plan import VramPlan
@@ -36,6 +37,26 @@ def test_what_is_left_alone_is_left_out() -> None:
     assert run_node(SamplerSettings, **cached).result[0] == {"cache": "static:3", "guidance_range": (0.0, 0.5)}
     shared = {"cache": "easycache", "once": True, "lockstep": True}
     assert run_node(SamplerSettings, **shared).result[0] == shared
+    part = {"start_step": 2, "end_step": 3}
+    assert run_node(SamplerSettings, **part).result[0] == part
+
+
+def test_two_samplers_share_the_steps(reference: Any) -> None:
+    """The latent of the first is what the second goes on from, and no picture before."""
+    size = {"width": 48, "height": 32, "steps": 4}
+    cond = run_node(TextEncode, pipeline=reference, prompt="a boat", negative_prompt="").result[0]
+
+    def sampled(latent: Any = None, **part: int) -> Any:
+        settings = run_node(SamplerSettings, **part).result[0]
+        run = {"pipeline": reference, "conditioning": cond, **size, "sampler_settings": settings}
+        return run_node(Sampler, **run, **({} if latent is None else {"latent": latent})).result[0]
+
+    left = sampled(end_step=1)
+    assert torch.equal(sampled(left, start_step=1)["samples"], sampled()["samples"])
+    with pytest.raises(ValueError, match="left at step 1 of 4, and are no picture yet"):
+        run_node(VaeDecode, pipeline=reference, latent=left)
+    with pytest.raises(ValueError, match="nothing to go on from. Connect the latent of a sampler that ended"):
+        sampled(start_step=1)
 
 
 def test_settings_reach_the_run_and_its_plan(reference: Any) -> None:

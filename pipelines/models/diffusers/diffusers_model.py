@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -38,6 +39,7 @@ from ...sampling.inputs import Inputs, Request
 from ...sampling.picture_sizes import PictureSizes
 from ...sampling.scheduler_choice import SCHEDULER, SHIFT, SIGMAS, SchedulerChoice, choice_of, is_flow
 from ...sampling.step_cache import CACHE, OFF, StepCache, cache_of
+from ...sampling.step_range import END_STEP, START_STEP, STEP_RANGE, StepRange, asks_for_part, steps_between
 from ...stock.answers import Answers, Run
 from ...stock.imagined import imagine
 from ...stock.module_call import ModuleCall
@@ -62,6 +64,7 @@ from ...stock.signatures import (
 )
 from ...stock.stand_ins import (
     DecodeCalledError,
+    Entering,
     LateTool,
     LoopReachedError,
     StandIn,
@@ -86,6 +89,7 @@ _FOLLOWED = {"control_image", "control_mask"}  # which a result need not start f
 _SIDE = 64  # pixels of a picture that is not read
 _AREA = "max_area"
 _AT_ONCE = "decode_chunk_size"  # how many frames a VAE of pictures decodes at once
+_AT_STEP = "callback_on_step_end"  # is told the latents of the loop
 _BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens the picture
 
 # Arguments that the stages set themselves.
@@ -150,6 +154,7 @@ class DiffusersModel:
         self.encoders, self.denoisers, self.decoder = parts.encoders, parts.denoisers, parts.units["vae"]
         self.decoder_config = parts.components["vae"].config
         self._tasks: dict[Any, DiffusersModel] = {}
+        self._task_of: weakref.ref[DiffusersModel] | None = None  # the model that encodes the prompt, for a task
         for unit in self.denoisers:
             unit.batch_dims = self.batch_dims
 
@@ -204,12 +209,13 @@ class DiffusersModel:
         reads: bool = True,
         ask: Callable[[str], Callable[..., Any]] | None = None,
         answers: Answers | None = None,
+        entering: Entering | None = None,
     ) -> Any:
         """Return the stock pipeline with these modules, the named tools, and stand-ins for the VAE and others.
 
         Unless it `reads` texts its tokenizers come when they are asked for something: LTX-2's loop, on which side they
         pad. `ask` gives the call of a module that sees a picture, by its name, or that comes before one which does; by
-        default the `answers` are told again.
+        default the `answers` are told again. Its loop begins at latents that are `entering`, if any.
         """
         telling, looks = (answers or Answers()).tell(), ask is not None
         parts: dict[str, Any] = dict.fromkeys(
@@ -245,6 +251,8 @@ class DiffusersModel:
             namespace["encode_prompt"] = keeping_embeddings(stock.encode_prompt)
         if "latents" in inspect.signature(getattr(stock, "prepare_latents", str)).parameters:
             namespace["prepare_latents"] = checking_noise(stock.prepare_latents, telling)
+        if entering is not None:
+            namespace["prepare_latents"] = entering.in_place_of_noise(stock.prepare_latents)
         staged = type(stock.__name__, (stock,), namespace)
         pipe = staged(**parts)
         pipe.set_progress_bar_config(disable=True)
@@ -393,7 +401,7 @@ class DiffusersModel:
         """Return the model that another class drives, or that takes other pictures, compared with its own call."""
         self.check_ready()
         task = type(self)(self.parts, cls, inputs, self.text_class)
-        task.replays, task.text_options = self.replays, self.text_options
+        task.replays, task.text_options, task._task_of = self.replays, self.text_options, weakref.ref(self)
         task.default_steps, task.default_guidance = self.default_steps, self.default_guidance
         if self.is_compared:
             check.prove(task, self)
@@ -510,6 +518,9 @@ class DiffusersModel:
 
     def passes(self, arguments: Mapping[str, Any]) -> int:
         """Return how many steps a run with these arguments takes: calls of its scheduler, two of Heun's a step."""
+        if (part := arguments.get(STEP_RANGE)) is not None:
+            calls: int = part.calls
+            return calls
         steps = passes(self.call, arguments)
         choice: SchedulerChoice | None = arguments.get(SCHEDULER)
         if choice is None:
@@ -522,7 +533,7 @@ class DiffusersModel:
         """Return the arguments of `denoise` for a dry run: few steps, or all of a scheduler that is given them."""
         choice: SchedulerChoice | None = arguments.get(SCHEDULER)
         all_steps = {"num_inference_steps": arguments["num_inference_steps"]} if choice and choice.sigmas else {}
-        every_step = {name: value for name, value in arguments.items() if name != GUIDANCE_RANGE}
+        every_step = {name: value for name, value in arguments.items() if name not in (GUIDANCE_RANGE, STEP_RANGE)}
         if (cache := every_step.get(CACHE)) is not None:
             every_step[CACHE] = replace(cache, dry=True)
         return dry_run_arguments(every_step) | all_steps
@@ -561,7 +572,8 @@ class DiffusersModel:
                 "Leave it out; guidance is its own scale."
             )
         takes = own is not None and {SCHEDULER, SHIFT, SIGMAS}
-        check_known(self.title, options, known | (takes or set()) | {GUIDANCE_RANGE, CACHE})
+        check_known(self.title, options, known | (takes or set()) | {GUIDANCE_RANGE, CACHE, START_STEP, END_STEP})
+        between = self._steps_between(inputs, choice, own, steps, options) if asks_for_part(options) else None
         part: GuidanceRange | None = None
         if options.get(GUIDANCE_RANGE) is not None:
             part = range_of(self.title, self.pipeline_class.__name__, len(self.denoisers), options)
@@ -569,7 +581,7 @@ class DiffusersModel:
         if options.get(CACHE, OFF) not in (OFF, None):
             flow = own is not None and is_flow(own)
             cache = cache_of(self.title, {unit.name: unit for unit in self.denoisers}, flow, options)
-        chosen = chosen | {GUIDANCE_RANGE, CACHE}
+        chosen = chosen | {GUIDANCE_RANGE, CACHE, START_STEP, END_STEP}
         options = {k: v for k, v in options.items() if k not in chosen and (v is not None or k in known)}
         if options.get(_BINNING):
             raise ValueError(f"{_BINNING} is True; sizes are drawn as they are asked for. Leave it out.")
@@ -597,6 +609,8 @@ class DiffusersModel:
             arguments[GUIDANCE_RANGE] = part
         if cache is not None:
             arguments[CACHE] = cache
+        if between is not None:
+            arguments[STEP_RANGE] = between
         if self.own_size and (width or height) and not self._is_of_picture(inputs, width, height):
             raise ValueError(f"{self.title} draws the size of its picture. Leave width and height out.")
         self._check_size(inputs, width, height)
@@ -613,6 +627,27 @@ class DiffusersModel:
             check_frames(self.stock_pipeline(HOST, {}), self.title, frames)
             arguments[self.frames] = frames
         return arguments
+
+    def _steps_between(
+        self, inputs: Inputs, choice: SchedulerChoice | None, own: Any, steps: int, options: Mapping[str, Any]
+    ) -> StepRange | None:
+        """Return the part of the steps that is asked for. Raises ValueError, in one line, where it is not taken."""
+        if own is None or not hasattr(self.pipeline_class, "prepare_latents") or not self.is_compared:
+            raise ValueError(f"{self.title} takes no start_step and no end_step. Leave them out.")
+        if "strength" in self.call:
+            raise ValueError(
+                f"start_step and end_step do not go together with strength, which leaves out steps of "
+                f"{self.pipeline_class.__name__} itself. Leave one of them out."
+            )
+        scheduler = own if choice is None else choice.make(own)
+        if choice is not None:
+            steps = -(-choice.calls(own, steps) // getattr(scheduler, "order", 1))
+        between = steps_between(self.title, scheduler, steps, options)
+        if between is None:
+            return None
+        if differs := check.cut_differs(self, (self._task_of and self._task_of()) or self):
+            raise ValueError(f"{self.title} takes no start_step and no end_step: {differs}. Leave them out.")
+        return replace(between, model=self.components[self.denoisers[0].name].run_dtype)
 
     def _check_guided(self, arguments: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, where no step of a run is guided."""
@@ -739,19 +774,28 @@ class DiffusersModel:
         """
         pads = asks_for_padding(self.pipeline_class)
         tools = (name for name in self.parts.without_weights("") if pads or not name.startswith("tokenizer"))
-        pipe = self.stock_pipeline(device, modules, *tools, reads=False, ask=ask, answers=answers)
         arguments = as_stock(arguments)
+        between: StepRange | None = arguments.pop(STEP_RANGE, None)
+        entering: Entering | None = None
+        if arguments["latents"] is not None:
+            arguments["latents"] = arguments["latents"].to(device)
+        if between is not None and between.start:
+            entering, arguments["latents"] = Entering(arguments["latents"], between.loop), None
+        pipe = self.stock_pipeline(device, modules, *tools, reads=False, ask=ask, answers=answers, entering=entering)
         if (choice := arguments.pop(SCHEDULER, None)) is not None:
             pipe.scheduler = choice.make(pipe.scheduler)
         part: GuidanceRange | None = arguments.pop(GUIDANCE_RANGE, None)
+        if between is not None:
+            between.cut(pipe.scheduler)
         cache: StepCache | None = arguments.pop(CACHE, None)
         self.adjust(pipe, arguments)
         if (scale := arguments.pop("guider", None)) is not None:
             pipe.guider = pipe.guider.new(guidance_scale=scale)
         dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
-        pipe.scheduler.step = steps = Steps(pipe.scheduler, arguments["generator"], on_step)
-        if arguments["latents"] is not None:
-            arguments["latents"] = arguments["latents"].to(device)
+        pipe.scheduler.step = steps = Steps(pipe.scheduler, arguments["generator"], on_step, between, entering)
+        if between is not None and between.ends_early:
+            steps.leaves = _AT_STEP not in self.call
+            arguments |= {} if steps.leaves else {_AT_STEP: steps.leave}
         if self.replays:
             recording, texts = Recording.of(cond, device)
             recording.replay(pipe)
@@ -767,9 +811,10 @@ class DiffusersModel:
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
             try:
                 at, prompt = steps.position, texts.get("prompt_embeds")
+                tell = self.claims.manager.timeline.count_calls
                 cached = {unit: modules[unit.name] for unit in self.denoisers if unit.name in modules}
                 with (
-                    nullcontext() if cache is None else caching(cache, cached, steps.moment),
+                    nullcontext() if cache is None else caching(cache, cached, steps.moment, tell),
                     nullcontext() if part is None else guided_within(part, modules.values(), at, prompt),
                 ):
                     pipe(**arguments | texts, output_type="pt", return_dict=False)

@@ -166,6 +166,24 @@ def test_a_skipped_step_moves_no_weights(
     assert sim.stats().allocated_bytes == 0
 
 
+def test_reports_say_what_was_computed(tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table, the line of the stage and the report, for as long as no later run goes without a cache."""
+    run, on = Opened("flux", tiny_folders("flux"), "sim", monkeypatch), manager("sim")
+    monkeypatch.setattr("ballast.pipelines.stages.sample.most_at_once", lambda *_: 1)  # a batch is drawn in parts
+    for given, calls in (({}, STEPS), ({"batch": 2, "strategy": "leafwise"}, 2 * STEPS)):
+        run(cache="static:2", **given)
+        skipped = run.skipped[0]
+        words = f"{calls - skipped} of {calls}"
+        assert 0 < skipped < calls
+        assert f"computed {words} calls, cache static:2" in on.timeline.stages[-1].summary()
+        assert words in on.timeline.table(1) and "computed" in on.timeline.table(1).splitlines()[0]
+        counted = on.report().counted["transformer"]
+        assert (counted.cache, counted.calls, counted.skipped) == ("static:2", calls, skipped)
+        assert f"transformer computed {words} calls with the cache static:2." in str(on.report())
+    run()
+    assert not on.report().counted and "computed" not in on.timeline.table(1)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "int8": {"weights": "int8"}, "from disk": {}, "a LoRA": {}, "two pictures": {}, "resident": {},
     "a picture to start from": {},
