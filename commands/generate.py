@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
     parser.add_argument("--once", action="store_true", help=ONCE_HELP)
     parser.add_argument("--lockstep", action="store_true", help=LOCKSTEP_HELP)
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="with --cache, run without it first, and tell by how many dB the latents differ",
+    )
     parser.add_argument("--cards", type=int, default=1, help="draw each picture on so many cards of this machine")
     parser.add_argument(
         "--out",
@@ -193,6 +198,7 @@ def _sample(pipe: Pipeline, arguments: argparse.Namespace, latents: torch.Tensor
             once=arguments.once,
             lockstep=arguments.lockstep,
             latents=latents,
+            measure=arguments.measure,
             on_step=on_step,
             **pictures,
             **further,

@@ -499,7 +499,7 @@ class MemoryManager:
                 units=tuple(UnitReport.of(unit) for unit in units),
                 guests=host_model_reports(self.device),
                 driver_bytes=self.accelerator.driver_bytes(),
-                counted=self.timeline.counted,
+                sampled=self.timeline.newest_sampling,
             )
 
     def _tell_host(self, unit: ManagedModel) -> None:

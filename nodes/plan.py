@@ -150,7 +150,7 @@ class VramPlan(io.ComfyNode):
                 if latent is not None:
                     raise ValueError("latent is for ComfyUI's MODEL. Set width and height for a Ballast pipeline.")
                 asked = {"cond": conditioning, "steps": steps or None, "guidance": guidance or None, **size, **further}
-                asked |= sampler_settings or {}
+                asked |= {name: value for name, value in (sampler_settings or {}).items() if name != "measure"}
                 return cls._plan_pipeline(pipeline, budgets, asked, compare_weights)
             if compare_weights:
                 raise ValueError("compare_weights is for a Ballast pipeline. ComfyUI's MODEL runs as it is stored.")

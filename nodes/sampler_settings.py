@@ -137,6 +137,14 @@ class SamplerSettings(io.ComfyNode):
                     tooltip="End before this step; 0 for all steps. The latent is noisy still: another Offloaded "
                     "Sampler goes on from it, with another model, LoRA or guidance.",
                 ),
+                io.Boolean.Input(
+                    "measure",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="With a cache: sample without it first, and say by how many dB the latents differ. Takes "
+                    "both times, of which a plan counts one.",
+                ),
             ],
             outputs=[OptionsType.Output("settings", tooltip="For sampler_settings of Offloaded Sampler or VRAM Plan.")],
         )
@@ -155,6 +163,7 @@ class SamplerSettings(io.ComfyNode):
         lockstep: bool = False,
         start_step: int = 0,
         end_step: int = 0,
+        measure: bool = False,
     ) -> io.NodeOutput:
         chosen: dict[str, Any] = {SCHEDULER: sampler, SIGMAS: schedule, SHIFT: shift}
         settings = {name: value for name, value in chosen.items() if value not in (AUTO, 0)}
@@ -162,5 +171,5 @@ class SamplerSettings(io.ComfyNode):
             settings[GUIDANCE_RANGE] = part
         if cache != OFF:
             settings[CACHE] = f"{cache}:{cache_amount:g}" if cache_amount else cache
-        more = {"once": once, "lockstep": lockstep, START_STEP: start_step, END_STEP: end_step}
+        more = {"once": once, "lockstep": lockstep, START_STEP: start_step, END_STEP: end_step, "measure": measure}
         return io.NodeOutput(settings | {name: value for name, value in more.items() if value})

@@ -297,6 +297,7 @@ class Pipeline:
         once: bool = False,
         lockstep: bool = False,
         latents: torch.Tensor | None = None,
+        measure: bool = False,
         **options: Any,
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
@@ -344,7 +345,8 @@ class Pipeline:
         `cache` skips the blocks of the transformer in some steps, and adds what they added before. It is lossy, and off
         by default. "static:2" computes every second step after a fifth of them. "easycache:0.05", "firstblock:0.05",
         "magcache:0.06" and "seacache:0.25" skip where the change stays below a threshold; each number may be left out.
-        Skipped steps move no weights. Classes whose blocks hand on more than their results refuse it.
+        Skipped steps move no weights. Classes whose blocks hand on more than their results refuse it. With `measure`
+        the run is made without the cache first, and reports tell the PSNR of the latents against that, in dB.
 
         `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
         where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. `control`
@@ -373,6 +375,8 @@ class Pipeline:
         prompts = prompts_of(cond, self.model.cond_dims)
         job = sampling.prepare(self.model, self.runner, cond, prompts, pictures, request, drawing)
         sampling.tell_notes(cond, pictures, job, request)
+        if measure:
+            return sampling.measured(self.model, self.runner, cond, job, on_step)
         return sampling.sample(self.model, self.runner, cond, job, on_step)
 
     def _request(

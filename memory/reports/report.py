@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..charts.text_tables import format_table
 from ..sizes import format_bytes
 from ..vocabulary import Role, Tier
 from ..weights.unit import ManagedModel
-from .timeline import CallCount
+from .timeline import CallCount, StageRecord
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,23 @@ class Report:
     units: tuple[UnitReport, ...]
     guests: tuple[UnitReport, ...] = ()  # host models (ComfyUI's own)
     driver_bytes: int = 0  # bytes that the driver counts for this process; 0 if unknown
-    counted: Mapping[str, CallCount] = field(default_factory=dict)  # by unit: calls of the newest sampling with a cache
+    sampled: StageRecord | None = None  # the newest sampling stage
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of Ballast's weights on the device."""
         return sum(unit.resident_bytes for unit in self.units)
+
+    @property
+    def counted(self) -> dict[str, CallCount]:
+        """The calls that a step cache saw in the newest sampling stage, by unit."""
+        units = self.sampled.units.values() if self.sampled else ()
+        return {unit.name: unit.counted for unit in units if unit.counted}
+
+    @property
+    def cache_decibels(self) -> float | None:
+        """PSNR of the latents of the newest sampling stage against a run without a cache, if it was measured."""
+        return self.sampled.cache_decibels if self.sampled else None
 
     @property
     def host_bytes(self) -> int:
@@ -101,4 +111,6 @@ class Report:
             f"{name} computed {count.computed} of {count.calls} calls with the cache {count.cache}."
             for name, count in self.counted.items()
         ]
+        if self.cache_decibels is not None:
+            counted.append(f"Its latents are at {self.cache_decibels:.1f} dB against a run without a cache.")
         return "\n".join([head, format_table(rows), *counted])

@@ -126,6 +126,7 @@ class StageRecord:
     planned: StagePlan | None = None
     ram_is_short: bool = False
     strategy: str = ""  # as requested
+    cache_decibels: float | None = None  # PSNR against a run without a step cache, where that was measured
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -187,6 +188,8 @@ class StageRecord:
         said += [f"{name}, {format_bytes(unit.bytes_in)} in" for name, unit in zip(named, came, strict=True)]
         counts = [unit.counted for unit in self.units.values() if unit.counted]
         said += [f"computed {count.computed} of {count.calls} calls, cache {count.cache}" for count in counts]
+        if self.cache_decibels is not None:
+            said.append(f"{self.cache_decibels:.1f} dB against a run without a cache")
         said += ["RAM is short: weights come from disk"] * self.ram_is_short
         planned, per_step = self.planned, self.step_seconds
         if self.peak_bytes:
@@ -294,10 +297,9 @@ class Timeline:
             mine.counted = CallCount(count.cache, before.calls + count.calls, before.skipped + count.skipped)
 
     @property
-    def counted(self) -> dict[str, CallCount]:
-        """The calls that a step cache saw in the newest sampling stage, by unit."""
-        newest = next((stage for stage in reversed(self.stages) if stage.name == "sample"), None)
-        return {unit.name: unit.counted for unit in newest.units.values() if unit.counted} if newest else {}
+    def newest_sampling(self) -> StageRecord | None:
+        """The newest record of a sampling stage."""
+        return next((stage for stage in reversed(self.stages) if stage.name == "sample"), None)
 
     @property
     def is_in_stage(self) -> bool:
@@ -373,11 +375,14 @@ class Timeline:
         cached = any(unit.counted for stage in found for unit in stage.units.values())
         heading = ["stage", "unit", "tier before", "tier after", "placement", "bytes in", *["computed"] * cached]
         heading.append("budget")
+        measured = any(stage.cache_decibels is not None for stage in found)
+        heading += ["dB"] * measured
         rows = [
             ("run",) * several + (*heading, *("others",) * others, "peak", *("driver",) * driver, "planned", "seconds")
         ]
         for stage, run in zip(found, names_of_runs(found), strict=True):
             facts = [
+                *["" if stage.cache_decibels is None else f"{stage.cache_decibels:.1f}"] * measured,
                 *[format_bytes(stage.other_bytes)] * others,
                 format_bytes(stage.own_peak_bytes),
                 *[format_bytes(stage.driver_bytes)] * driver,

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MOST = 2**31  # elements; 8 GiB in float32, where the latents of a picture of 16384 x 16384 have 256 MiB
 
+_MOST_DECIBELS = 99.0  # of latents that are alike
+
 _NOT_FINITE = (
     "{what} NaN or infinite values, which would be a black picture. Run the models in bfloat16 or float32 instead of "
     "float16 (dtype bfloat16), and check that their files are whole."
@@ -43,6 +45,13 @@ def check_finite(tensor: torch.Tensor, what: str) -> None:
     """Raise ValueError, with the remedy, if a tensor holds NaN or infinite values."""
     if not torch.isfinite(tensor).all():
         raise ValueError(_NOT_FINITE.format(what=what))
+
+
+def decibels(latents: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the peak signal-to-noise ratio of latents, whose peak is the range of those expected; 99 at most."""
+    error = float((latents.double() - expected.double()).square().mean())
+    peak = float(expected.max() - expected.min())
+    return min(_MOST_DECIBELS, 10 * math.log10(peak**2 / error)) if error and peak else _MOST_DECIBELS
 
 
 def check_seed(seed: Any) -> None:

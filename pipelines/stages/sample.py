@@ -28,7 +28,7 @@ from ..runner import Runner, Stage
 from ..sampling.batches import Batch, batch_of
 from ..sampling.guidance_range import GUIDANCE_RANGE
 from ..sampling.kernels import AUTO, check_attention, kernels
-from ..sampling.latents import check_finite, check_latents
+from ..sampling.latents import check_finite, check_latents, decibels
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from ..sampling.scheduler_choice import SCHEDULER
 from ..sampling.step_cache import CACHE, StepCache
@@ -223,6 +223,24 @@ def sample(texts: Model, runner: Runner, cond: Conditioning, job: Job, on_step: 
         if left := left_by(drawn[0]):
             mark(latents, left)
     check_finite(latents, "the transformer made")
+    return latents
+
+
+def measured(texts: Model, runner: Runner, cond: Conditioning, job: Job, on_step: OnStep | None) -> torch.Tensor:
+    """Return the latents of a job with a step cache, and tell the reports how far it is from one without.
+
+    That is run first. The steps of both are reported. Raises ValueError, in one line, for a job without a cache.
+    """
+    if CACHE not in job.arguments:
+        raise ValueError(
+            "measure compares a run with one without a cache, and it has none. Give cache, or leave measure out."
+        )
+    plain = replace(job, arguments={name: value for name, value in job.arguments.items() if name != CACHE})
+    expected = sample(texts, runner, cond, plain, _counted(on_step, 0, 2))
+    latents = sample(texts, runner, cond, job, _counted(on_step, 1, 2))
+    stages = runner.manager.timeline.stages
+    if record := next((stage for stage in reversed(stages) if any(u.counted for u in stage.units.values())), None):
+        record.cache_decibels = decibels(latents, expected)
     return latents
 
 

@@ -37,7 +37,7 @@ def test_what_is_left_alone_is_left_out() -> None:
     assert run_node(SamplerSettings, **cached).result[0] == {"cache": "static:3", "guidance_range": (0.0, 0.5)}
     shared = {"cache": "easycache", "once": True, "lockstep": True}
     assert run_node(SamplerSettings, **shared).result[0] == shared
-    part = {"start_step": 2, "end_step": 3}
+    part = {"start_step": 2, "end_step": 3, "measure": True}
     assert run_node(SamplerSettings, **part).result[0] == part
 
 
@@ -70,7 +70,7 @@ def test_settings_reach_the_run_and_its_plan(reference: Any) -> None:
     for given, calls in ((settings, 5), ({}, 3)):
         plan = run_node(VramPlan, pipeline=reference, **size, vram_gb="1", sampler_settings=given).result[1]
         assert f"{calls} steps" in plan or f"for {calls}" in plan, plan
-    cached, shared = {"cache": "static:2"}, {"once": True, "lockstep": True}
+    cached, shared = {"cache": "static:2", "measure": True}, {"once": True, "lockstep": True}
     for given in (cached, shared):
         run = {"pipeline": reference, "conditioning": cond, **size, "sampler_settings": given}
         assert torch.equal(

@@ -184,6 +184,25 @@ def test_reports_say_what_was_computed(tiny_folders: Folders, sim: ModuleType, m
     assert not on.report().counted and "computed" not in on.timeline.table(1)
 
 
+def test_a_measured_run_tells_its_distance(
+    tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a run without a cache, which is made first. The latents are those of the cache."""
+    run, on, seen = Opened("flux", tiny_folders("flux"), "sim", monkeypatch), manager("sim"), []
+    plain, cached = run(), run(cache="static:2")
+    assert "dB" not in on.timeline.table() and on.report().cache_decibels is None
+    made = run(cache="static:2", measure=True, on_step=lambda step, steps, _: seen.append((step, steps)))
+    assert torch.equal(made, cached) and seen == [(step, 2 * STEPS) for step in range(1, 2 * STEPS + 1)]
+    error, peak = (cached - plain).square().mean(), plain.max() - plain.min()
+    told = float(10 * (peak**2 / error).log10())
+    assert on.report().cache_decibels == pytest.approx(told, abs=1e-3)
+    assert f"{told:.1f} dB against a run without a cache" in on.timeline.stages[-1].summary()
+    assert f"at {told:.1f} dB against" in str(on.report()) and f"{told:.1f}" in on.timeline.table(1)
+    assert on.timeline.stages[-2].cache_decibels is None
+    with pytest.raises(ValueError, match="it has none. Give cache, or leave measure out"):
+        run(measure=True)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "int8": {"weights": "int8"}, "from disk": {}, "a LoRA": {}, "two pictures": {}, "resident": {},
     "a picture to start from": {},

@@ -20,6 +20,8 @@ from ballast.pipelines.equivalence import verdicts
 from ballast.pipelines.sampling.guidance_range import GuidanceRange
 from ballast.pipelines.sampling.step_range import StepRange
 from ballast.pipelines.stock.stand_ins import Entering
+from pictured import pipelines
+from pictured.pictures import picture
 
 Folders = Callable[[str], Path]
 STEPS, CUT = 5, 2
@@ -82,6 +84,23 @@ def test_what_the_loop_has_beside_values_is_kept(name: str, dtype: str, opened: 
     run = opened(name, dtype=dtype)
     run.run |= {"scheduler": None} if name == "mochi" else {}
     assert torch.equal(run.in_two(), run())
+
+
+@pytest.mark.long
+def test_a_first_frame_and_two_experts(cache: Path, sim: ModuleType, tmp_path: Path) -> None:
+    """What begins at a picture, and a second transformer that takes over in the second half."""
+    given, two = picture(64, 64), tmp_path / "wan"
+    pipe = ballast.open_pipeline(pipelines.save("wan_i2v", tmp_path / "wan_i2v"), device="sim", cache_dir=cache)
+    run: dict[str, Any] = {"width": 64, "height": 64, "frames": 5, "steps": 4, "scheduler": "euler", "image": given}
+    cond = pipe.encode("a red boat", "blurry, grey")
+    left = pipe.sample(cond, **run, end_step=CUT)
+    assert torch.equal(pipe.sample(cond, **run, start_step=CUT, latents=left), pipe.sample(cond, **run))
+    wan: Any = tiny.FAMILIES["wan"].build()
+    torch.manual_seed(1)
+    second = type(wan.transformer).from_config(wan.transformer.config).eval().requires_grad_(False)
+    type(wan)(**wan.components | {"transformer_2": second}, boundary_ratio=0.9).save_pretrained(two)
+    experts = Opened(two, cache)
+    assert torch.equal(experts.in_two(), experts())
 
 
 def test_latents_get_the_strides_of_noise() -> None:
