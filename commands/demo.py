@@ -39,9 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.width = arguments.height = arguments.frames = None
     arguments.batch = arguments.cards = 1
     arguments.compile, arguments.attention = False, "auto"
-    arguments.once = arguments.lockstep = False
+    arguments.once = arguments.lockstep = arguments.measure = False
     arguments.start_step = arguments.end_step = None
-    arguments.measure = False
     for name in ("image", "mask", "last_image", "control", "video", "strength"):
         setattr(arguments, name, None)
     arguments.denoise = arguments.latent = arguments.true_cfg = arguments.max_sequence_length = None

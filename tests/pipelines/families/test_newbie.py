@@ -386,6 +386,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sampler": ({"sampler": "heun"}, "unknown sampler 'heun'. Use euler, midpoint"),
     "denoise": ({"denoise": 0.0}, "denoise is 0.0"),
     "shift": ({"shift": 0.0}, "shift is 0.0"),
+    "part of the steps": ({"end_step": 1}, "has no argument end_step. It takes: "),
+    "latents of a loop": ({"latents": torch.zeros(1, 16, 8, 8)}, "latents are given, but no start_step"),
     "unknown": ({"eta": 1.0}, "has no argument eta. It takes: cfg_trunc, denoise"),
     "latents": ({"init_latents": torch.zeros(1, 4, 8, 8)}, "takes 16 channels"),
     "other size": ({"init_latents": torch.zeros(1, 16, 8, 8), "width": 128}, "are of 64 x 64, not 128 x"),

@@ -180,6 +180,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "frames": ({"frames": 20}, "takes 1 more than a multiple of 8, such as 17."),
     "steps": ({"video_steps": "10,10"}, "it takes 3 numbers of at least 1"),
     "words": ({"first_frame_steps": "ten"}, "it takes three numbers, such as '20,20,20'"),
+    "part of the steps": ({"end_step": 1}, "has no argument end_step. It takes: "),
+    "latents of a loop": ({"latents": torch.zeros(1, 16, 1, 8, 8)}, "latents are given, but no start_step"),
     "unknown": ({"eta": 1.0}, "has no argument eta. It takes: first_frame_steps"),
     "picture": ({"init_latents": torch.zeros(1, 4, 8, 16)}, "the first frame is [1, 4, 8, 16]; it takes"),
     "its size": ({"init_latents": torch.zeros(1, 16, 1, 8, 8)}, "the first frame is of 64 x 64, not 128 x 64"),

@@ -144,6 +144,12 @@ def test_pictures_that_no_block_takes_are_refused(
     assert "\n" not in str(refused.value)
 
 
+def test_part_of_the_steps_is_refused(folders: Folders, cache: Path) -> None:
+    case = opened("flux_image", folders, cache, device="cpu")
+    with pytest.raises(TypeError, match="has no argument end_step"):
+        case.pipe.sample(case.encode(), **case.run, end_step=1)
+
+
 @pytest.mark.parametrize(
     ("name", "guidance"), [("flux", 7.0), ("qwen", 1.0), pytest.param("sd3", 2.0, marks=pytest.mark.long)]
 )
