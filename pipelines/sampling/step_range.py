@@ -83,11 +83,6 @@ class StepRange:
         scheduler.__class__ = type(cls.__name__, (cls,), {"set_timesteps": set_timesteps, "__module__": cls.__module__})
 
 
-def asks_for_part(options: Mapping[str, Any]) -> bool:
-    """Return whether options of `sample` name a step to start or to end at."""
-    return bool(options.get(START_STEP)) or options.get(END_STEP) is not None
-
-
 def steps_between(title: str, scheduler: Any, steps: int, options: Mapping[str, Any]) -> StepRange | None:
     """Return the part of the steps that options of `sample` ask for, or None for all of them.
 

@@ -191,7 +191,8 @@ def check_run_on_cards(model: Model, cards: int, **options: Any) -> None:
 def sample(texts: Model, runner: Runner, cond: Conditioning, job: Job, on_step: OnStep | None) -> torch.Tensor:
     """Return the latents of a job, float32 on the CPU. The prompt was encoded by `texts`."""
     model, drawing, cards = job.model, job.drawing, job.drawing.cards
-    if part := going_on(job.arguments.get(STEP_RANGE), drawing.noise if drawing.goes_on else None):
+    if STEP_RANGE in job.arguments or drawing.goes_on:
+        part = going_on(job.arguments.get(STEP_RANGE), drawing.noise if drawing.goes_on else None)
         job = replace(job, arguments={**job.arguments, STEP_RANGE: part})
     check_attention(drawing.attention, [u.module for u in model.denoisers] if drawing.attention != AUTO else ())
     check_run_on_cards(model, cards, compile=drawing.compile, attention=drawing.attention)
@@ -220,7 +221,7 @@ def sample(texts: Model, runner: Runner, cond: Conditioning, job: Job, on_step: 
             log.info("Ballast: the batch is drawn %d at a time (%s)", at_once, error)
     with torch.inference_mode(False):
         latents = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
-        if left := left_by(drawn[0]):
+        if STEP_RANGE in job.arguments and (left := left_by(drawn[0])):
             mark(latents, left)
     check_finite(latents, "the transformer made")
     return latents

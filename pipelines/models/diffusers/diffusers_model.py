@@ -39,7 +39,7 @@ from ...sampling.inputs import Inputs, Request
 from ...sampling.picture_sizes import PictureSizes
 from ...sampling.scheduler_choice import SCHEDULER, SHIFT, SIGMAS, SchedulerChoice, choice_of, is_flow
 from ...sampling.step_cache import CACHE, OFF, StepCache, cache_of
-from ...sampling.step_range import END_STEP, START_STEP, STEP_RANGE, StepRange, asks_for_part, steps_between
+from ...sampling.step_range import END_STEP, START_STEP, STEP_RANGE, StepRange, steps_between
 from ...stock.answers import Answers, Run
 from ...stock.imagined import imagine
 from ...stock.module_call import ModuleCall
@@ -573,7 +573,8 @@ class DiffusersModel:
             )
         takes = own is not None and {SCHEDULER, SHIFT, SIGMAS}
         check_known(self.title, options, known | (takes or set()) | {GUIDANCE_RANGE, CACHE, START_STEP, END_STEP})
-        between = self._steps_between(inputs, choice, own, steps, options) if asks_for_part(options) else None
+        in_part = bool(options.get(START_STEP)) or options.get(END_STEP) is not None
+        between = self._steps_between(inputs, choice, own, steps, options) if in_part else None
         part: GuidanceRange | None = None
         if options.get(GUIDANCE_RANGE) is not None:
             part = range_of(self.title, self.pipeline_class.__name__, len(self.denoisers), options)
