@@ -17,10 +17,8 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-# Weights decoded at once. On a device a kernel then takes longer than its launch; on the CPU the intermediates, at most
-# 10 MB, stay in the cache.
-CHUNK_WEIGHTS = 2**23
-_ON_CPU = 2**20
+# Weights decoded at once. The intermediates of a chunk, at most 10 MB, stay in the cache of most cards.
+CHUNK_WEIGHTS = 2**20
 
 C = TypeVar("C", bound="Codec")
 
@@ -75,7 +73,7 @@ class Codec(ABC):
     @property
     def workspace_bytes(self) -> int:
         """Peak bytes of the intermediates of `decode` on the device, beside the parts and the result."""
-        return min(self.count, chunk_on()) * self.chunk_bytes
+        return min(self.count, CHUNK_WEIGHTS) * self.chunk_bytes
 
     @property
     def alike(self) -> Codec:
@@ -147,11 +145,6 @@ class Codec(ABC):
 
 
 Encoded = tuple[Codec, tuple[torch.Tensor, ...]]  # the result of encoding: the codec, and its parts
-
-
-def chunk_on(device: torch.device | None = None) -> int:
-    """Return how many weights are decoded at once on a device, None for any but the CPU."""
-    return _ON_CPU if device and device.type == "cpu" else CHUNK_WEIGHTS
 
 
 def tiles(rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from . import raw
-from .codec import Codec, Encoded, Part, chunk_on, chunks, pair_table
+from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, pair_table
 from .raw import Raw
 
 CODES = 15  # the 16th code marks outliers
@@ -69,7 +69,7 @@ class Exact12(Codec):
         mantissas, codes, exponents, places, values = parts
         shifted = exponents.to(torch.int16) << 7
         table = pair_table(shifted, shifted).view(torch.int32).view(-1)
-        bits, most = out.view(torch.int16), chunk_on(out.device)
+        bits, most = out.view(torch.int16), CHUNK_WEIGHTS
         for pairs in chunks(codes.numel(), most // 2):
             chunk = slice(2 * pairs.start, 2 * pairs.stop)
             target = bits[chunk]

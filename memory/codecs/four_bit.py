@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from .codec import Codec, Part, chunk_on, chunks
+from .codec import CHUNK_WEIGHTS, Codec, Part, chunks
 
 NESTED_BLOCK = 256  # scales
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # sizes of blocks, in weights
@@ -72,13 +72,13 @@ class FourBit(Codec):
     @property
     def workspace_bytes(self) -> int:
         """Bytes of a chunk's intermediates, of its scales if they are codes, and of the table of pairs."""
-        scales = 0 if self.offset is None else min(self.blocks, chunk_on() // self.block)
+        scales = 0 if self.offset is None else min(self.blocks, CHUNK_WEIGHTS // self.block)
         return super().workspace_bytes + scales * 12 + 4096
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         codes, values = parts[0], parts[2]
         pairs = torch.stack((values[:, None].expand(16, 16), values.expand(16, 16)), dim=-1).view(256, 2)
-        for some in chunks(self.count, chunk_on(out.device)):
+        for some in chunks(self.count, CHUNK_WEIGHTS):
             taken = codes[some.start // 2 : -(-some.stop // 2)].to(torch.int32)
             plain = pairs.index_select(0, taken).view(-1)
             del taken

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from . import gguf_k, gguf_simple
-from .codec import Codec, Part, chunk_on, chunks
+from .codec import CHUNK_WEIGHTS, Codec, Part, chunks
 from .raw import Raw
 
 Decoder = Callable[[torch.Tensor], torch.Tensor]
@@ -102,13 +102,13 @@ class Gguf(Codec):
     @property
     def workspace_bytes(self) -> int:
         """Bytes of a chunk's intermediates, of the shifts and of the tables."""
-        return ceil(min(self.count, chunk_on()) * _BY_NAME[self.kind].chunk_bytes) + 512
+        return ceil(min(self.count, CHUNK_WEIGHTS) * _BY_NAME[self.kind].chunk_bytes) + 512
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         kind = _BY_NAME[self.kind]
         assert kind.decode is not None  # `codec_of` refuses such types
         blocks, result = parts[0].view(-1, kind.nbytes), out.view(-1, kind.weights)
-        for some in chunks(len(blocks), chunk_on(out.device) // kind.weights):
+        for some in chunks(len(blocks), CHUNK_WEIGHTS // kind.weights):
             result[some] = kind.decode(blocks[some])
 
 

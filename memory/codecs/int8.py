@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from . import scaled
-from .codec import Codec, Encoded, chunk_on, chunks
+from .codec import CHUNK_WEIGHTS, Codec, Encoded, chunks
 from .raw import Raw
 from .scaled import Scaled
 
@@ -56,7 +56,7 @@ class RotatedInt8(Scaled):
         values, result = (tensor.view(self.rows, -1, self.group) for tensor in (parts[0], out))
         matrix = _hadamard(self.group, out.device)
         scales = (parts[1].to(torch.float32) / self.group**0.5).view(-1, 1, 1).expand(self.rows, 1, 1)
-        for rows in chunks(self.rows, max(1, chunk_on(out.device) // self.shape[1])):
+        for rows in chunks(self.rows, max(1, CHUNK_WEIGHTS // self.shape[1])):
             torch.mul(values[rows].to(torch.float32) @ matrix, scales[rows], out=result[rows])
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from .codec import Codec, Part, chunk_on, chunks, pair_table, table_of, widened
+from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, pair_table, table_of, widened
 
 M = TypeVar("M", bound="Microscaled")
 
@@ -64,7 +64,7 @@ class Microscaled(Codec):
     @property
     def workspace_bytes(self) -> int:
         """Bytes of a chunk's intermediates. A chunk has at least 128 rows."""
-        return min(self.padded[0], self._rows_at_once(chunk_on())) * self.padded[1] * self.chunk_bytes + 4096
+        return min(self.padded[0], self._rows_at_once(CHUNK_WEIGHTS)) * self.padded[1] * self.chunk_bytes + 4096
 
     def _rows_at_once(self, most: int) -> int:
         return max(1, most // self.padded[1] // _TILE_ROWS) * _TILE_ROWS
@@ -73,7 +73,7 @@ class Microscaled(Codec):
         rows, _ = self.padded
         values, result = parts[0].view(rows, -1), out.view(self.shape)
         scales = parts[1].view(torch.uint8).view(-(-rows // _TILE_ROWS), -1, 32, 4, _TILE_COLUMNS)
-        for some in chunks(self.shape[0], self._rows_at_once(chunk_on(out.device))):
+        for some in chunks(self.shape[0], self._rows_at_once(CHUNK_WEIGHTS)):
             tiles = scales[some.start // _TILE_ROWS : -(-some.stop // _TILE_ROWS)]
             result[some] = self._scaled(values[some], tiles, parts)[:, : self.shape[1]]
 

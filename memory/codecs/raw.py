@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .codec import Codec, Encoded, Part, chunk_on, chunks, widened
+from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, widened
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Raw(Codec):
         except (RuntimeError, TypeError):
             if out.dtype == self.stored:
                 raise
-            for some in chunks(self.count, chunk_on(out.device)):
+            for some in chunks(self.count, CHUNK_WEIGHTS):
                 out[some] = widened(parts[0][some])
 
 

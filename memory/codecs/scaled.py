@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from . import raw
-from .codec import Codec, Encoded, Part, chunk_on, chunks, tiles, widened
+from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, tiles, widened
 
 S = TypeVar("S", bound="Scaled")
 
@@ -62,7 +62,7 @@ class Scaled(Codec):
         rows = self.rows if self.scales > 1 else 1
         values, result = parts[0].view(rows, -1), out.view(rows, -1)
         scales = parts[1].to(torch.float32).view(-1, 1)
-        for tile in tiles(rows, values.shape[1], chunk_on(out.device)):
+        for tile in tiles(rows, values.shape[1], CHUNK_WEIGHTS):
             tile_values = values[tile]
             if tile_values.is_floating_point():  # torch.mul converts integers itself, but not fp8
                 tile_values = widened(tile_values)
@@ -87,7 +87,7 @@ def encode(
         return raw.encode(weight)
     matrix = weight.detach().reshape(planned.rows, -1)
     values, scales = torch.empty(matrix.shape, dtype=planned.stored), torch.empty(planned.scales)
-    for rows in chunks(len(matrix), max(1, chunk_on(matrix.device) // matrix.shape[1])):
+    for rows in chunks(len(matrix), max(1, CHUNK_WEIGHTS // matrix.shape[1])):
         part = matrix[rows].to(torch.float32)
         scale = part.abs().amax(dim=1, keepdim=True).div_(largest).clamp_(min=_LEAST_SCALE)
         scales[rows] = scale.view(-1)

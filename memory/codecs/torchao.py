@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .codec import Part, chunk_on, tiles
+from .codec import CHUNK_WEIGHTS, Part, tiles
 from .fp8 import Fp8
 from .header import FP8, Header, Recognised, count_of_scales, expect, matched, parse, scale_type
 from .scaled import Scaled
@@ -49,7 +49,7 @@ class ShiftedInt8(Scaled):
         rows = self.rows if self.scales > 1 else 1
         values, result = parts[0].view(rows, -1), out.view(rows, -1)
         scales, zeros = (part.to(torch.float32).view(-1, 1) for part in parts[1:])
-        for tile in tiles(rows, values.shape[1], chunk_on(out.device)):
+        for tile in tiles(rows, values.shape[1], CHUNK_WEIGHTS):
             shifted = values[tile].to(torch.float32).sub_(zeros[tile[0]])
             torch.mul(shifted, scales[tile[0]], out=result[tile])
             del shifted

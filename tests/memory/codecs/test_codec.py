@@ -9,10 +9,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from ballast.memory.codecs import codec as codec_module
 from ballast.memory.codecs import exact12, fp8, int8, raw
 from ballast.memory.codecs.bitsandbytes import LlmInt8
-from ballast.memory.codecs.codec import Codec, chunk_on, chunks, pair_table, table_of, tiles
+from ballast.memory.codecs.codec import CHUNK_WEIGHTS, Codec, chunks, pair_table, table_of, tiles
 from ballast.memory.codecs.four_bit import FourBit
 from ballast.memory.codecs.fp8 import Fp8
 from ballast.memory.codecs.gguf import TYPES, codec_of
@@ -25,14 +24,7 @@ from hypothesis import strategies as st
 
 Sample = tuple[Codec, tuple[torch.Tensor, ...]]
 BF16 = torch.bfloat16
-CHUNK = 2**20  # on the card as on the CPU, or the samples would have to be larger
 SHAPE = (1031, 1280)  # more than a chunk, and no multiple of one
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_module, "CHUNK_WEIGHTS", CHUNK)
-    assert chunk_on(torch.device("cpu")) == chunk_on(torch.device("meta")) == chunk_on() == CHUNK
 
 
 def weight(*shape: int) -> torch.Tensor:
@@ -127,7 +119,7 @@ def test_decoding_is_work_of_the_device_alone_within_the_workspace(name: str, si
     assert codec.workspace_bytes <= 1.02 * used + 8192 or (
         name in PADDED and codec.workspace_bytes <= 1.5 * used + 2**20
     )
-    assert codec.workspace_bytes <= 12 * CHUNK, "bounded, whatever the shape"
+    assert codec.workspace_bytes <= 12 * CHUNK_WEIGHTS, "bounded, whatever the shape"
     assert torch.equal(out.cpu().view(torch.int16), expected.view(torch.int16))
     del there, out
     gc.collect()
@@ -199,20 +191,20 @@ def test_a_codec_fits_the_parameter_that_its_bytes_are_of() -> None:
         padded.fitted((50, 32), BF16)
 
 
-@given(rows=st.integers(1, 5000), columns=st.integers(1, 3 * CHUNK))
+@given(rows=st.integers(1, 5000), columns=st.integers(1, 3 * CHUNK_WEIGHTS))
 def test_tiles_cover_a_matrix_once(rows: int, columns: int) -> None:
-    rows = min(rows, 8 * CHUNK // columns + 2)
+    rows = min(rows, 8 * CHUNK_WEIGHTS // columns + 2)
     seen = 0
-    for high, wide in tiles(rows, columns, CHUNK):
+    for high, wide in tiles(rows, columns, CHUNK_WEIGHTS):
         area = (high.stop - high.start) * (wide.stop - wide.start)
-        assert 0 < area <= CHUNK and high.stop <= rows and wide.stop <= columns
+        assert 0 < area <= CHUNK_WEIGHTS and high.stop <= rows and wide.stop <= columns
         assert high.stop - high.start == 1 or (wide.start, wide.stop) == (0, columns)
         seen += area
     assert seen == rows * columns
 
 
 def test_a_row_longer_than_a_chunk_is_decoded_in_parts() -> None:
-    codec, parts = noise(Int8((3, CHUNK + 5), torch.float32, torch.int8, 3))
+    codec, parts = noise(Int8((3, CHUNK_WEIGHTS + 5), torch.float32, torch.int8, 3))
     values, scales = parts
     assert torch.equal(decoded(codec, parts), values.view(3, -1).float() * scales[:, None])
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ballast.memory.codecs import exact12
 from ballast.memory.codecs.codec import CHUNK_WEIGHTS, Codec
 from ballast.memory.codecs.cost import Cost, cost_of
 from ballast.memory.codecs.exact12 import Exact12
-from ballast.memory.codecs.four_bit import FourBit
 from ballast.memory.codecs.fp8 import Fp8
 from ballast.memory.codecs.gguf import TYPES, codec_of
-from ballast.memory.codecs.int8 import Int8, RotatedInt8
-from ballast.memory.codecs.microscaled import Mxfp8, Nvfp4
+from ballast.memory.codecs.int8 import Int8
 from ballast.memory.codecs.raw import Raw
-from ballast.memory.codecs.torchao import ShiftedInt8
 
 BF16, F32 = torch.bfloat16, torch.float32
 N = CHUNK_WEIGHTS
-WIDE = (12288, 3072)  # of FLUX.1
 
 
 def test_a_copy_reads_what_is_stored_and_writes_what_it_becomes() -> None:
@@ -83,25 +78,3 @@ def test_seconds_are_those_of_memory_or_of_starting_kernels() -> None:
 
 def test_nothing_costs_nothing() -> None:
     assert cost_of(Raw((0, 5), BF16, BF16)) == Cost(())
-
-
-@pytest.mark.parametrize(
-    "codec",
-    [
-        Raw(WIDE, F32, torch.float16),
-        exact12.planned(WIDE, BF16),
-        Int8(WIDE, BF16, torch.int8, WIDE[0]),
-        RotatedInt8(WIDE, BF16, torch.int8, WIDE[0]),
-        ShiftedInt8(WIDE, BF16, torch.int8, WIDE[0]),
-        Fp8(WIDE, BF16, torch.float8_e4m3fn, WIDE[0]),
-        Mxfp8(WIDE, BF16),
-        Nvfp4(WIDE, BF16),
-        FourBit(WIDE, BF16, 64),
-        FourBit(WIDE, BF16, 64, 0.3),
-        *(codec_of(kind, WIDE, BF16) for kind in TYPES.values() if kind.decode),
-    ],
-    ids=lambda codec: getattr(codec, "kind", codec.name),
-)
-def test_the_eager_decoder_of_a_large_weight_is_few_kernels(codec: Codec) -> None:
-    """Launching them takes longer than running them on a fast card: a model has 10,000 million weights."""
-    assert cost_of(codec).launches <= 4 * codec.count / 1e6

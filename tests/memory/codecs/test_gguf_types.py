@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from ballast.memory.codecs.codec import chunk_on
+from ballast.memory.codecs.codec import CHUNK_WEIGHTS
 from ballast.memory.codecs.gguf import TYPES, BlockType, codec_of
 from gguf import GGMLQuantizationType, quants
 from hypothesis import given, settings
@@ -91,7 +91,7 @@ def test_every_value_of_a_byte_is_decoded_in_every_place(kind: BlockType) -> Non
 
 @each_type
 def test_more_than_a_chunk_is_decoded_bit_for_bit(kind: BlockType) -> None:
-    blocks = random_blocks(kind, 517, 2 * chunk_on(torch.device("cpu")) // 500 // kind.weights, seed=0)
+    blocks = random_blocks(kind, 517, 2 * CHUNK_WEIGHTS // 500 // kind.weights, seed=0)
     assert same_bits(decoded(kind, blocks), reference(kind, blocks))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ballast.memory.codecs.codec import Codec, chunk_on
+from ballast.memory.codecs.codec import CHUNK_WEIGHTS, Codec
 from ballast.memory.codecs.microscaled import Mxfp8, Nvfp4
 from comfy_kitchen import tensor as kitchen
 
@@ -17,7 +17,7 @@ SHAPES = [
     (129, 130),
     (300, 1000),
     (1031, 1250),
-    (2, chunk_on(torch.device("cpu")) // 64),
+    (2, CHUNK_WEIGHTS // 64),
 ]
 
 
