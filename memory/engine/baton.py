@@ -120,4 +120,4 @@ def in_turns(device: torch.device, calls: Sequence[Callable[[], Any]]) -> tuple[
 @functools.cache
 def _worker(device: torch.device, mine: int) -> ThreadPoolExecutor:
     """Return the thread that runs the calls of one number on a device."""
-    return ThreadPoolExecutor(1, f"ballast-pass-{mine}")
+    return ThreadPoolExecutor(1, f"pass-{mine}-of-ballast")
