@@ -124,9 +124,13 @@ class MemoryManager:
         self._stage_lock = StageLock()
 
     def limit(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
-        """Set the budgets: bytes, "6GB", or None for what is free less the reserve."""
+        """Set the budgets: bytes, "6GB", or None for what is free less the reserve.
+
+        Copies in RAM beyond the new budget are dropped soon, in another thread.
+        """
         self.budget.vram_limit = None if vram is None else parse_bytes(vram)
         self.budget.ram_limit = None if ram is None else parse_bytes(ram)
+        _watch.wake()
 
     @property
     def budget_bytes(self) -> int:

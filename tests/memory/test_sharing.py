@@ -356,13 +356,10 @@ def test_cached_copies_go_before_others(models: dict[str, Path], sim: ModuleType
     mgr = manager("sim")
     held = mgr.report().host_bytes
     for less in (1, held // 4):
-        mgr.limit(ram=held - less)
-        mgr._residency.host_cache.keep_budget()
-        assert mgr.report().host_bytes <= held - less
+        limit_ram(held - less)
         assert used.denoisers[0].in_ram and used.encoders[0].in_ram
         assert any(unit.label == "other" for unit in mgr.report().units if unit.host_bytes), "no more than must"
-    mgr.limit(ram=used.denoisers[0].size_bytes + used.encoders[0].size_bytes)
-    mgr._residency.host_cache.keep_budget()
+    limit_ram(used.denoisers[0].size_bytes + used.encoders[0].size_bytes)
     assert [unit.label for unit in mgr.report().units if unit.host_bytes] == ["shapes"] * 2
     check_books(sim)
     mgr.limit()
@@ -379,10 +376,21 @@ def test_cached_copies_go_when_others_want_the_ram(
     del pipe
     assert mgr.report().host_bytes >= TRANSFORMER
     monkeypatch.setattr(ram, "available_bytes", lambda: 2**30)
+    wait_for(lambda: mgr.report().host_bytes == 0)
+    assert not mgr.report().units
+
+
+def limit_ram(nbytes: int) -> None:
+    """Set a RAM budget, and wait until it is kept."""
+    manager("sim").limit(ram=nbytes)
+    wait_for(lambda: manager("sim").report().host_bytes <= nbytes)
+
+
+def wait_for(is_done: Callable[[], bool]) -> None:
     end = time.monotonic() + 15
-    while mgr.report().host_bytes and time.monotonic() < end:
-        time.sleep(0.05)
-    assert mgr.report().host_bytes == 0 and not mgr.report().units
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.soak
