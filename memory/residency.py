@@ -333,6 +333,9 @@ class Residency:
             try:
                 self._bring_to_ram(unit, kind)
                 self._make_vram_room(unit, kind)
+                if not self._partners(unit):
+                    # Weights of a unit that left were of other sizes: their blocks fit this one's only in part.
+                    self.accelerator.empty_cache()
                 placement = self._new_placement(unit, kind)
                 placement.place()
             except Exception as error:

@@ -188,6 +188,19 @@ def test_a_first_run_is_planned_with_what_the_library_is_known_to_take(
     assert taken <= plan.peak_vram_bytes <= 1.05 * taken
 
 
+def test_blocks_of_a_model_that_leaves_go_back_before_the_next_one_comes(
+    tiny_folders: Folders, sim: ModuleType
+) -> None:
+    """The allocator would keep them beside those of the next, whose weights are of other sizes."""
+    bench = Bench("flux", tiny_folders("flux"), sim, CardOverhead(fragmentation=0.07))
+    blocker = torch.empty(2**20, dtype=torch.uint8, device="sim")  # a larger model, which leaves
+    del blocker
+    sim.reset_stats()
+    pools: list[int] = []
+    bench.pipe.sample(bench.cond, **bench.run, on_step=lambda *_: pools.append(torch.sim.memory_reserved()))
+    assert max(pools) <= 1.08 * sim.stats().peak_bytes < 2**20
+
+
 @pytest.mark.parametrize("way", ["whole", "in stripes"])
 def test_each_stage_of_a_second_run_is_planned_as_it_is(way: str, tiny_folders: Folders, sim: ModuleType) -> None:
     """Text encoders and the VAE too."""
