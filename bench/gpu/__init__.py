@@ -7,6 +7,7 @@ no figure.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -47,23 +48,23 @@ class Job:
 
 # In the order of what must not be missing. The first ends the start of CUDA, the tests compile.
 JOBS: dict[str, Job] = {
-    "card": Job("card", 30, 15),
+    "card": Job("card", 28, 15),
     "newbie": Job("stream", 75, 40, {"size": "newbie", **_STREAM}, {"size": "tiny-newbie", "ratios": [1.0]}),
     "tests": Job("tests", 120, 60, dry={"select": "encoded or survived or stripes"}),
-    "codecs": Job("codecs", 12, 9, {"megaweights": 36, "rounds": 5}, {"megaweights": 0.05, "rounds": 1}),
-    "plans": Job("newbie", 65, 45, {"ways": "ours", "steps": 4}, {"folder": "demo", "side": 64}),
-    "ways": Job("ways", 45, 30, {}, {"side": 64}),
+    "codecs": Job("codecs", 24, 15, {"megaweights": 36, "rounds": 5}, {"megaweights": 0.05, "rounds": 1}),
+    "plans": Job("newbie", 75, 50, {"ways": "ours", "steps": 4}, {"folder": "demo", "side": 64}),
+    "ways": Job("ways", 70, 50, {}, {"side": 64}),
     "newbie-peers": Job("peers", 70, 45, {"size": "newbie", **_PEERS}, {"size": "tiny-newbie", "only": ["naive"]}),
     "decode": Job(
         "decode", 40, 25, {"sides": [1024, 2048], "budgets": [3 * 2**29, 3 * 2**30]},
         {"sides": [64, 128], "budgets": [2**20]},
     ),
     "malloc-async": Job(
-        "stream", 25, 20, {"size": "newbie", "ratios": [1.0], "shares": [0.5], "weights": ["auto"]},
+        "stream", 27, 20, {"size": "newbie", "ratios": [1.0], "shares": [0.5], "weights": ["auto"]},
         {"size": "tiny-newbie"}, _ASYNC,
     ),
     "hidream": Job(
-        "stream", 75, 60, {"size": "hidream", **_STREAM},
+        "stream", 79, 60, {"size": "hidream", **_STREAM},
         {"size": "tiny-hidream", "ratios": [1.0], "shares": [0.0, 0.5]},
     ),
     "hidream-peers": Job("peers", 80, 60, {"size": "hidream", **_PEERS}, {"size": "tiny-hidream", "only": []}),
@@ -85,7 +86,8 @@ def share(names: Sequence[str], left: float) -> float:
 def run(dry: bool, seconds: float, only: Collection[str] | None, out: Path | None) -> int:
     """Measure, write `<card>.json`, `.txt` and `.png` anew after each job, print the tables. Returns 0.
 
-    Or 1 if a job broke. Results of a card that go where results belong are told on the page of benchmarks too.
+    Or 1 if a job broke. Sections that an earlier run wrote there stay, unless they are measured again. Results of a
+    card that go where results belong are told on the page of benchmarks too.
     ValueError for a job that is not known or for no time, RuntimeError where there is no card or none begins.
     """
     names = chosen(only)
@@ -119,14 +121,28 @@ def run(dry: bool, seconds: float, only: Collection[str] | None, out: Path | Non
             found["seconds"] = time.monotonic() - begun
             if "device" in found:  # which any section tells that comes as far
                 stem = report.slug(found["device"])
-                (folder / f"{stem}.txt").write_text(text(found) + "\n", "utf-8")
-                wrote = report.write(stem, found, "card", folder)
+                whole = {
+                    **found,
+                    "sections": _in_order({**_earlier(folder / f"{stem}.json", names), **found["sections"]}),
+                }
+                (folder / f"{stem}.txt").write_text(text(whole) + "\n", "utf-8")
+                wrote = report.write(stem, whole, "card", folder)
     if "device" not in found:
         raise RuntimeError(f"no section could begin: {report.lines(one)[-1]}")
     if not dry and folder == RESULTS:
         page.write()
     report.say(f"\n{text(found)}\n\n{wrote}\nwhat the sections printed: {log}")
     return 0 if all("error" not in one for one in found["sections"].values()) else 1
+
+
+def _earlier(path: Path, names: Collection[str]) -> dict[str, Any]:
+    """Return the sections of a file of results, but for those that are measured now."""
+    known = json.loads(path.read_text("utf-8"))["sections"] if path.exists() else {}
+    return {name: one for name, one in known.items() if name not in names}
+
+
+def _in_order(sections: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: sections[name] for name in JOBS if name in sections}
 
 
 def _measured(name: str, allowed: float, dry: bool, log: Path) -> dict[str, Any]:

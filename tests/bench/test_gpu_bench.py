@@ -103,6 +103,19 @@ def check_engine(sections: dict[str, Any]) -> None:
 
 
 @needs_sim
+def test_sections_of_an_earlier_run_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those that are measured again."""
+    old = {"section": "card", "seconds": 1.0, "rows": []}
+    sections = {"decode": {**old, "section": "decode"}, "card": old, "gone": old}
+    (tmp_path / "sim.json").write_text(json.dumps({**CARD, "sections": sections}), "utf-8")
+    new = {"seconds": 2.0, "device": "sim", "torch": "2", "rows": []}
+    monkeypatch.setattr(gpu, "_measured", lambda name, *_: {"section": gpu.JOBS[name].section, **new})
+    assert run(tmp_path, "--dry", "--only", "codecs") == 0
+    told = read(tmp_path)["sections"]
+    assert [(name, one["seconds"]) for name, one in told.items()] == [("card", 2.0), ("codecs", 2.0), ("decode", 1.0)]
+
+
+@needs_sim
 @pytest.mark.long
 def test_a_section_that_breaks_says_so_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -147,7 +160,7 @@ def test_time_that_a_section_leaves_goes_to_those_after_it() -> None:
 
 def test_what_has_no_time_is_left_out_in_a_line(tmp_path: Path) -> None:
     one = gpu._measured("plans", 3.0, False, tmp_path / "log")
-    assert one["error"] == "left out: it had 3 s, and wants 45"
+    assert one["error"] == "left out: it had 3 s, and wants 50"
     assert "rows" not in one and not list(tmp_path.iterdir())
 
 
