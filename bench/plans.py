@@ -16,7 +16,7 @@ from .harness import Run, apart
 from .rss import peak_rss_bytes
 
 OPEN_RATIO = 1.15  # of the imports
-FIRST_SECONDS, KEPT_SECONDS, AGAIN_SECONDS = 20.0, 4.0, 1.0  # of CPU; `again` for all budgets together
+FIRST_SECONDS, KEPT_SECONDS, AGAIN_SECONDS = 10.0, 3.0, 1.0  # of CPU; `again` for all budgets together
 LIMIT_BYTES = 2 * 10**9
 BUDGETS = ("6GB", "8GB", "12GB", "16GB")
 MODELS = ("hidream", "newbie", "pyramid", "flux", "wan", "qwenimage")

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE
+from ..simulated.operators import Uncompiled, tensors_in
 from ..simulated.tensor import SimTensor, wrap
 from ..weights.embeddings import LookUp
 from ..weights.structure import ParameterRef, is_called, own_refs, parameter_refs
 from .forecast import HeldBytes, ModuleOperations, OnceModule, Operations
-from .taint import Mark, Marks, tensors_in
+from .taint import Mark, Marks
 
 
 def done_by(card: Card) -> Operations:
@@ -194,7 +194,7 @@ class _Seen:
     mark: Mark
 
 
-class _Readers(TorchDispatchMode):
+class _Readers(Uncompiled):
     """A dispatch mode that calls `tell` with the owner of each original weight that an operator meets.
 
     Weights are known by `id`. It adds to the `marks` of tensors.

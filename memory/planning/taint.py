@@ -5,18 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_iter
-
 from ..simulated.card import Allocation
+from ..simulated.operators import tensors_in
 from ..simulated.tensor import SimTensor
 
 _LATENTS = re.compile(r"(?!encoder_)(.*hidden_states|.*residuals?|.*latents|.*controlnet.*|sample|x)$")
-_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout)
 _STEP = re.compile(r"(.*timesteps?|.*sigmas?|t)$")
 
 
@@ -55,19 +52,6 @@ def named_arguments(forward: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 def is_of_latents(name: str) -> bool:
     """Return whether an argument of this name of a transformer changes with the latents, by diffusers' names."""
     return _LATENTS.match(name) is not None
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a tree of arguments. Operators are called by the thousand, and torch's own is slow."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
-    elif values is not None and not isinstance(values, _PLAIN):
-        yield from (value for value in tree_iter(values) if isinstance(value, torch.Tensor))
 
 
 def is_of_step(name: str) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from . import card as state
@@ -17,6 +16,8 @@ from . import shapes
 from .attention import Fuses
 from .clock import Stream
 from .dispatch import calls_others
+from .operators import Uncompiled
+from .recall import remembered
 from .tensor import SimTensor, handlers, wrap
 
 DEVICE = torch.device("meta")
@@ -40,7 +41,7 @@ def dry_card(fuses: Fuses | None = None) -> Iterator[state.Card]:
     are operations. `fuses` tells which attention the real card has a fused kernel for, by default all. One at a time
     in a process. It holds for the process's simulated device too: do no work on that in another thread meanwhile.
     """
-    with one_at_a_time:
+    with one_at_a_time, _one_core():
         outer, card = state.card, state.Card(None, DEVICE, dry=True)
         card.configure(None, 0, 25e9, 25e9, 1.0)
         card.fuses = fuses
@@ -58,14 +59,14 @@ def held_bytes() -> int:
     return state.card.allocated_bytes()
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(Uncompiled):
     """A mode that sends operators making a tensor on `meta` to the card's handlers, even without a card tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         here = any(kind is SimTensor for kind in types)
-        if not here and DEVICE not in (*args, kwargs.get("device")):
-            return func(*args, **kwargs)
+        if not (here or _is_device(kwargs.get("device")) or any(map(_is_device, args))):
+            return remembered(func, args, kwargs)  # stand-ins of the code that runs
         handler = handlers[func]
         if calls_others(handler, args, kwargs):
             with self:  # its parts make tensors too
@@ -77,6 +78,10 @@ class _Operators(TorchDispatchMode):
             return wrap(shapes.make(func, args, kwargs))
         source = func(*args, **{**kwargs, "device": args[0].device})
         return wrap(shapes.moved(source))
+
+
+def _is_device(value: Any) -> bool:
+    return type(value) is torch.device and value == DEVICE  # to compare a tensor with it takes long
 
 
 class _Functions(TorchFunctionMode):
@@ -97,6 +102,17 @@ class _Functions(TorchFunctionMode):
             if any(isinstance(item, list) for item in picked):
                 args = args[0], tuple(torch.tensor(i) if isinstance(i, list) else i for i in picked)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Run small kernels on one core: others would wait for them, busily, most of the time."""
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(cores)
 
 
 @contextmanager

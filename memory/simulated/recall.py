@@ -6,6 +6,7 @@ torch's default dtype. Torch's FakeTensorMode has a cache for the same reason.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -30,9 +31,8 @@ class _UnfitError(Exception):
 
 def remembered(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Return `func(*args, **kwargs)` for tensors on `meta`, from the cache if possible. Errors are not cached."""
-    schema = func._schema
-    if schema.is_mutable or any(value.alias_info for value in schema.returns):
-        return func(*args, **kwargs)  # views are made quickly
+    if not _makes_new(func):
+        return func(*args, **kwargs)
     try:
         named = tuple((name, _key(value)) for name, value in kwargs.items())
         key = func, _key(args), named, torch.get_default_dtype()
@@ -51,6 +51,12 @@ def remembered(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
             _found.clear()
         _found[key] = recipe
     return result
+
+
+@functools.cache
+def _makes_new(func: Any) -> bool:
+    """Return whether an operator's results have storages of their own. Views are made quickly."""
+    return not func._schema.is_mutable and not any(value.alias_info for value in func._schema.returns)
 
 
 def _key(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import Counter
@@ -227,6 +228,7 @@ def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a `meta` tensor of a shape and dtype, which a dry run does not count."""
-    return _SHAPES.new_empty(tuple(shape), dtype=dtype)
+@functools.lru_cache(maxsize=2**12)
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a `meta` tensor of a shape and dtype, which a dry run does not count. Each call of them gives the same."""
+    return _SHAPES.new_empty(shape, dtype=dtype)

@@ -42,7 +42,7 @@ def _transposed(function: Any, x: LazyTensor, dim0: int, dim1: int) -> LazyTenso
 
 @handles("movedim", "moveaxis")
 def _moved(function: Any, x: LazyTensor, source: Any, destination: Any) -> LazyTensor:
-    ranks = stand_in(range(2, len(x.shape) + 2), x.dtype).movedim(source, destination).shape
+    ranks = stand_in(tuple(range(2, len(x.shape) + 2)), x.dtype).movedim(source, destination).shape
     return permuted(function, x, [rank - 2 for rank in ranks])
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ...collector import paused_collector
 from ..errors import release_frames
 from ..vocabulary import ROLES, Role, Tier
 from .branches import ActiveAdapters, attach, attach_shapes, detach, keys_of, set_strengths
@@ -530,7 +531,7 @@ def _apart(build: Callable[[], nn.Module]) -> nn.Module:
 
     In a dry run these would take tensors made on `meta` for tensors of the simulated card.
     """
-    with ThreadPoolExecutor(1) as thread:
+    with paused_collector(), ThreadPoolExecutor(1) as thread:
         return thread.submit(build).result()
 
 

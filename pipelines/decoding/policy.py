@@ -53,7 +53,7 @@ def choose(ways: Iterable[Way], room_bytes: int, ram_bytes: int) -> Way:
     """
     fitting = (way for way in ways if way.fits(room_bytes, ram_bytes))
     first = next(fitting)
-    if first.name != "stripes" or first.seconds is None:
+    if first.name != "stripes" or first.seconds is None or first.seconds <= _MINUTE:
         return first
     after = next(fitting)
     if after.seconds is not None and first.seconds > _PATIENCE * after.seconds + _MINUTE:

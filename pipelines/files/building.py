@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ...memory.files import one_line
+from ...memory.simulated.operators import Uncompiled, tensors_in
 from ...memory.weights.encoded import shapes_in
 
 _CALLS, _CALLS_PER_TENSOR = 1_000, 50  # models make about 5
@@ -28,7 +28,7 @@ _INITIALIZES = frozenset(
 _TABLES_BYTES = 2 * 2**30  # the largest table that a model makes for itself has 1.8 GB
 
 
-@contextmanager
+@contextlib.contextmanager
 def on_meta(where: Path, name: str, files: Sequence[Path]) -> Iterator[None]:
     """Build modules with their parameters on `meta`, their buffers and plain tensors real.
 
@@ -59,7 +59,7 @@ def only_tiled(module: nn.Module) -> bool:
     return type(module).__name__ in _ONLY_TILED
 
 
-class _Limits(TorchDispatchMode):
+class _Limits(Uncompiled):
     """Counts what torch is asked to do, and looks at the size of each large result before it is made."""
 
     def __init__(self, calls: int, most_bytes: int) -> None:
@@ -73,17 +73,21 @@ class _Limits(TorchDispatchMode):
             raise ValueError("its config asks for many more layers than there are weights")
         if func in _INITIALIZES and args[0].is_meta:
             return args[0]  # of no value, and torch takes its time
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if "device" in kwargs or any(tensor.numel() > _SMALL for tensor in given):
-            self._check(func, args, kwargs)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
+            made = func(*args, **kwargs)
+            self._check(made)
+            return made
+        if "device" in kwargs or any(tensor.numel() > _SMALL for tensor in tensors_in((args, kwargs))):
+            self._check_call(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _check(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _check_call(self, func: Any, args: Any, kwargs: Any) -> None:
         on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
         args, on_meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, on_meta))
-        try:
-            made = func(*args, **on_meta)
-        except NotImplementedError:  # what looks at values, or only moves them
-            return
-        if any(value.nbytes > self.most_bytes for value in tree_leaves(made) if isinstance(value, torch.Tensor)):
+        with contextlib.suppress(NotImplementedError):  # what looks at values, or only moves them
+            self._check(func(*args, **on_meta))
+
+    def _check(self, made: Any) -> None:
+        if any(tensor.nbytes > self.most_bytes for tensor in tensors_in(made)):
             raise ValueError("its config asks for tensors larger than all of its weights")
