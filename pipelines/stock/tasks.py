@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...memory.files import read_json
 from ..encoding.pictures import Frames, Pictures
 from ..files.trust import named_class
 from .signatures import encoding_of, needed_inputs
@@ -75,28 +74,37 @@ def takes_frames(name: str, call: Mapping[str, Any]) -> bool:
     return name in VIDEOS or (name == "mask" and "video" in call)
 
 
-def with_controlnet(index: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a model's index with the ControlNet of another folder, and the class that runs both.
+def controlnet_class(index: Mapping[str, Any], kinds: Mapping[Path, str]) -> Any:
+    """Return the class that runs a model with ControlNets of these classes.
 
-    ValueError or FileNotFoundError, in one line, for what is no ControlNet, and for a model that has no such class.
+    ValueError, in one line, where there is none.
     """
     import diffusers
 
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}. Give the ControlNet's, in diffusers' layout.")
-    kind = str(read_json(folder / "config.json").get("_class_name"))
-    if "ControlNet" not in kind or named_class(diffusers, kind) is None:
-        raise ValueError(f"{folder} holds no ControlNet of the installed diffusers, but {kind}. Give another folder.")
-    name = _KIND.sub("ControlNetPipeline", index["_class_name"])
-    cls: Any = named_class(diffusers, name)
-    if "ControlNet" in index["_class_name"] or cls is None:
-        raise ValueError(f"diffusers has no pipeline for {index['_class_name']} with a ControlNet. Leave it out.")
-    takes = inspect.signature(cls).parameters["controlnet"].annotation
-    kinds = set(re.findall(r"\w*ControlNet\w*", str(takes)))
-    if kinds and kind not in kinds:
-        family = kind.partition("ControlNet")[0] or "Stable Diffusion"
-        raise ValueError(f"{folder} holds a {kind}: this ControlNet is for {family}, not for {index['_class_name']}.")
-    return {**index, "_class_name": name, "controlnet": ["diffusers", kind]}
+    own = index["_class_name"]
+    cls: Any = named_class(diffusers, _KIND.sub("ControlNetPipeline", own))
+    if "ControlNet" in own or cls is None:
+        raise ValueError(f"diffusers has no pipeline for {own} with a ControlNet. Leave it out.")
+    takes = set(re.findall(r"\w*ControlNet\w*", str(inspect.signature(cls).parameters["controlnet"].annotation)))
+    for path, kind in kinds.items():
+        if takes and kind not in takes:
+            family = kind.partition("ControlNet")[0] or "Stable Diffusion"
+            raise ValueError(f"{path} holds a {kind}: this ControlNet is for {family}, not for {own}.")
+    return cls
+
+
+def several_controlnets(nets: Sequence[Any]) -> Any:
+    """Return a module of diffusers that calls several ControlNets of one kind, and adds what they make.
+
+    ValueError, in one line, where diffusers has none.
+    """
+    import diffusers
+
+    kind = nets[0].__class__.__name__  # of a stand-in that of its unit
+    cls: Any = named_class(diffusers, kind.replace("ControlNetModel", "MultiControlNetModel"))
+    if cls is None:
+        raise ValueError(f"diffusers runs one {kind} at a time. Leave the others out.")
+    return cls(list(nets))
 
 
 def parameters(cls: Any) -> dict[str, inspect.Parameter]:
