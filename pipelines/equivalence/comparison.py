@@ -23,7 +23,7 @@ from ..sampling.inputs import Inputs, Request
 from ..sampling.latents import check_decodable
 from ..stock.answers import NotSeenError, opened
 from ..stock.stand_ins import Steps
-from ..stock.tasks import EDITED, reads_pictures, takes_frames
+from ..stock.tasks import EDITED, control_input, reads_pictures, takes_frames
 from .fingerprints import Echo
 from .verdicts import Modules, Verdict, compare, echoes_of
 
@@ -177,8 +177,8 @@ def arguments_of(pipe: Rehearsal, small: bool, cfg: float | None = None) -> dict
     side = -(-_SIDE // pipe.model.sizes.multiple) * pipe.model.sizes.multiple
     some = pipe.model.fewest_frames()
     pictures = {name: _pictures(side, name, some, pipe.model.call) for name in pipe.model.inputs}
-    if pipe.model.controls > 1 and "control_image" in pictures:
-        pictures["control_image"] = tuple(picture_for(side + at, "") for at in range(pipe.model.controls))
+    if pipe.model.controls > 1 and (followed := control_input(pipe.model.pipeline_class)) in pictures:
+        pictures[followed] = tuple(picture_for(side + at, "") for at in range(pipe.model.controls))
     strength = _STRENGTH if pipe.model.inputs and "strength" in pipe.model.call else None
     pipe.inputs = Inputs(pipe.model, pictures, strength)
     sides = {"width": 2 * side if pipe.fits else side, "height": side}

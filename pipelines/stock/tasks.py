@@ -54,12 +54,17 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
         ways = [{"image": image, "image_reference": references}]
     if references and "reference_images" in own:
         ways = [{"image": image, "reference_images": references}]
+    wanted = {"image", *_CONTROLS[:1]}
     for way in ways:
         way |= {"last_image": pictures.last_image, "video": pictures.video}
         for found in _candidates(cls):
             call = parameters(found)
-            mask, control = (next((name for name in names if name in call), names[0]) for names in (_MASKS, _CONTROLS))
-            given = {k: v for k, v in (way | {mask: pictures.mask, control: pictures.control}).items() if v}
+            mask = next((name for name in _MASKS if name in call), _MASKS[0])
+            control = control_input(found)
+            if pictures.control and way.get(control):
+                continue  # one picture to follow, and another to start from
+            followed = {control: pictures.control} if pictures.control else {}
+            given = {k: v for k, v in (way | {mask: pictures.mask} | followed).items() if v}
             wanted = {*given, *({"strength"} if pictures.strength is not None else ())}
             missing = set(needed_inputs(found)) - given.keys()
             if wanted <= call.keys() and (not missing or (missing == {"image"} and "video" in given)):
@@ -67,6 +72,13 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
     words = {**WORDS, "image_reference": "images with the prompt and image beside them"}
     names = ", ".join(words.get(name, name) for name in sorted(wanted))
     raise ValueError(f"{title} takes no {names}: diffusers has no pipeline of its parts that does. Leave it out.")
+
+
+def control_input(cls: Any) -> str:
+    """Return the argument of the class's call that is the picture to follow: `image` of Stable Diffusion's classes."""
+    call = parameters(cls)
+    usual = next((name for name in _CONTROLS if name in call), _CONTROLS[0])
+    return "image" if usual not in call and "ControlNet" in cls.__name__ else usual
 
 
 def takes_frames(name: str, call: Mapping[str, Any]) -> bool:

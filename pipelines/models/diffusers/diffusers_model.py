@@ -90,6 +90,7 @@ from ...stock.tasks import (
     INPUTS,
     VIDEOS,
     WORDS,
+    control_input,
     edits,
     reads_pictures,
     several_controlnets,
@@ -414,7 +415,7 @@ class DiffusersModel:
 
     def inputs_of(self, pictures: Pictures) -> Inputs:
         """Return the pictures as arguments of the call of the class that takes them."""
-        if self.controlled is not None and not pictures.control:
+        if self.controlled is not None and not (pictures.control or _follows_image(self.controlled, pictures)):
             raise ValueError(f"{self.title} has a ControlNet, but no picture for it. Give it: control.")
         if not pictures:
             return Inputs(self)
@@ -915,6 +916,10 @@ class DiffusersModel:
 def frame_rate_of(name: str) -> int:
     """Return the frames a second of a pipeline class, by its name."""
     return next((rate for start, rate in _FRAME_RATES.items() if name.startswith(start)), 24)
+
+
+def _follows_image(controlled: Any, pictures: Pictures) -> bool:
+    return bool(pictures.image) and control_input(controlled) == "image"
 
 
 def _plain(prompt: Prompt | None) -> str | list[str] | None:

@@ -13,6 +13,7 @@ from typing import Any
 import ballast
 import diffusers
 import pytest
+import tiny
 import torch
 from ballast.memory import manager
 from ballast.memory.rates import Rates
@@ -20,6 +21,7 @@ from ballast.pipelines.sampling.control import Control
 from diffusers import DiffusionPipeline
 from pictured import pipelines as tiny_pictured
 from pictured.pictures import mask, picture, pil
+from pipeline_classes import odd_pipelines
 from safetensors.torch import load_file, save_file
 
 Folders = Callable[[str], Path]
@@ -80,6 +82,7 @@ def stock(folder: Path, cls: str | None = None, nets: Any = None, **given: Any) 
     generator = torch.Generator("cpu").manual_seed(SEED)
     torch.manual_seed(SEED)  # by which Stable Diffusion 3 encodes the picture
     given = {"control_image": pil(ONE), "num_inference_steps": STEPS, **SIZE, **given, "generator": generator}
+    given = {name: value for name, value in given.items() if value is not None}
     return torch.as_tensor(pipe(prompt="a boat", output_type="np", **given).images).float()
 
 
@@ -281,6 +284,32 @@ def test_what_is_not_taken_is_told_in_a_line(
         with pytest.raises(ValueError, match=words) as raised:
             made(which, **given)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.long
+def test_stable_diffusion_calls_it_image(sim: ModuleType, tmp_path: Path) -> None:
+    """Its ControlNets follow `control` as others do, and start from `image` beside it."""
+    tiny.seeded(odd_pipelines.sdxl)().save_pretrained(tmp_path / "sdxl")
+    plain = DiffusionPipeline.from_pretrained(tmp_path / "sdxl")
+    torch.manual_seed(0)
+    net = diffusers.ControlNetModel.from_unet(
+        plain.unet, conditioning_embedding_out_channels=(4,) * len(plain.vae.config.block_out_channels)
+    )
+    for parameter in net.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1
+    net.save_pretrained(tmp_path / "net")
+    pipe = ballast.open_pipeline(tmp_path / "sdxl", device="sim", controlnet=tmp_path / "net")
+    cond, given = pipe.encode("a boat"), {"width": 64, "height": 64}
+    ours, theirs = {"control_strength": 0.5, "control_range": (0.0, 0.6), **given}, {**given}
+    theirs |= {"controlnet_conditioning_scale": 0.5, "control_guidance_end": 0.6}
+    followed = picture(64, 64)
+    expected = stock(tmp_path / "sdxl", "StableDiffusionXLControlNetPipeline", net, image=pil(followed),
+                     control_image=None, **theirs)  # fmt: skip
+    same(made(pipe, cond, control=followed, **ours), expected)
+    started = {"image": picture(64, 64, 1), "strength": 0.8}
+    expected = stock(tmp_path / "sdxl", "StableDiffusionXLControlNetImg2ImgPipeline", net, image=pil(started["image"]),
+                     strength=0.8, control_image=pil(followed), **theirs)  # fmt: skip
+    same(made(pipe, cond, control=followed, **started, **ours), expected)
 
 
 @pytest.mark.long
