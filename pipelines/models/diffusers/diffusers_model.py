@@ -616,8 +616,9 @@ class DiffusersModel:
                 "Leave it out; guidance is its own scale."
             )
         takes = own is not None and {SCHEDULER, SHIFT, SIGMAS}
-        control = control_of(self.title, self.pipeline_class, self.controls, self.call, options)
-        of_control = {CONTROL_STRENGTH, CONTROL_RANGE}
+        of_control, control = {CONTROL_STRENGTH, CONTROL_RANGE}, None
+        if self.controls or options.keys() & of_control:
+            control = control_of(self.title, self.pipeline_class, self.controls, self.call, options)
         ours = {GUIDANCE_RANGE, CACHE, START_STEP, END_STEP} | of_control
         check_known(self.title, options, known | (takes or set()) | ours)
         if CONTROL_MODE in self.call and self.controls:
