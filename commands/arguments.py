@@ -13,7 +13,16 @@ MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundle
 ONCE_HELP = "compute what sees no latents once for all steps, where that takes less time; the picture is the same"
 LOCKSTEP_HELP = "let the passes of guidance share each copy of weights, where that takes less time; same picture"
 
-SCHEDULING = ("scheduler", "shift", "sigmas", "guidance_range", "cache")  # options of `sample` that choose how it steps
+# Options of `sample` that choose how it steps.
+SCHEDULING = (
+    "scheduler",
+    "shift",
+    "sigmas",
+    "guidance_range",
+    "cache",
+    "control_strength",
+    "control_range",
+)
 
 
 def expanded(text: str) -> Path:
@@ -86,6 +95,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="the part of the steps that is guided, such as 0.0-0.6; the others run once",
     )
     parser.add_argument(
+        "--control-strength",
+        type=strengths,
+        metavar="NUMBER",
+        help="how much the picture of a ControlNet counts, by default 1; 0.7,0.5 for two",
+    )
+    parser.add_argument(
+        "--control-range",
+        type=ranges,
+        metavar="START-END",
+        help="the part of the steps that follows it, such as 0.0-0.6; 0.0-0.4,0.4-1.0 for two",
+    )
+    parser.add_argument(
         "--cache",
         metavar="KIND",
         help="skip the blocks of the transformer in some steps, with loss: static:2, easycache, firstblock, magcache "
@@ -119,7 +140,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PARTS",
         help="parts that LoRAs have weights for and the model has not, such as k_img,v_img: the rest runs without them",
     )
-    parser.add_argument("--controlnet", type=expanded, help="the folder of a ControlNet, which --control is for")
+    parser.add_argument(
+        "--controlnet",
+        type=expanded,
+        action="append",
+        help="a ControlNet, a folder in diffusers' layout or a file, which --control is for; one for each --control",
+    )
     add_file_arguments(parser)
 
 
@@ -183,7 +209,10 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strength", type=float, help="how much of the picture to replace, up to 1")
     parser.add_argument("--last-image", type=expanded, help="the last frame of a video")
     parser.add_argument(
-        "--control", type=expanded, help="a picture or a video of edges, depth or the like, for what follows one"
+        "--control",
+        type=expanded,
+        action="append",
+        help="a picture or a video of edges, depth or the like, for what follows one; one for each --controlnet",
     )
     parser.add_argument(
         "--video", type=expanded, help="a video to start from: a film, an animation or a folder of frames"
@@ -220,6 +249,21 @@ def fractions(text: str) -> list[float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no START-END, such as 0.0-0.6") from None
     return [start, end]
+
+
+def strengths(text: str) -> float | list[float]:
+    """Return the strength of a ControlNet, as in 0.7, or of several, as in 0.7,0.5."""
+    try:
+        found = [float(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, such as 0.7") from None
+    return found if len(found) > 1 else found[0]
+
+
+def ranges(text: str) -> list[float] | list[list[float]]:
+    """Return the part of the steps of a ControlNet, as in 0.0-0.6, or of several, as in 0.0-0.4,0.4-1.0."""
+    found = [fractions(part) for part in text.split(",")]
+    return found if len(found) > 1 else found[0]
 
 
 def _tokenizer(text: str) -> tuple[str, Path]:

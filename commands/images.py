@@ -290,7 +290,8 @@ def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[to
     if arguments.last_image:
         given["last_image"] = open_image(arguments.last_image, None, None)
     if arguments.control:
-        given["control"] = open_frames(arguments.control)
+        followed = [open_frames(path) for path in arguments.control]
+        given["control"] = followed if len(followed) > 1 else followed[0]
     if arguments.video:
         given["video"] = open_frames(arguments.video)
     if arguments.strength is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .apply_controlnet import ApplyControlNet
 from .budget import VramBudget
 from .decode import VaeDecode
 from .encode import TextEncode
@@ -44,4 +45,5 @@ class BallastExtension(ComfyExtension):
             LoadModelFiles,
             VramBudget,
             SamplerSettings,
+            ApplyControlNet,
         ]

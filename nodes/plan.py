@@ -150,6 +150,7 @@ class VramPlan(io.ComfyNode):
                 if latent is not None:
                     raise ValueError("latent is for ComfyUI's MODEL. Set width and height for a Ballast pipeline.")
                 asked = {"cond": conditioning, "steps": steps or None, "guidance": guidance or None, **size, **further}
+                asked = pipeline.following(asked)
                 asked |= {name: value for name, value in (sampler_settings or {}).items() if name != "measure"}
                 return cls._plan_pipeline(pipeline, budgets, asked, compare_weights)
             if compare_weights:

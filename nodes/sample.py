@@ -152,7 +152,7 @@ class Sampler(io.ComfyNode):
             )
         if latent is not None and not pipe.starts_from_latents:
             raise ValueError(f"{pipe.title} starts from noise only. Disconnect latent.")
-        given = given_pictures(strength, **pictures)
+        given = pipeline.following(given_pictures(strength, **pictures))
         try:
             notes += pipe.sampling_notes(conditioning, guidance or None, **further)
             notes += pipe.picture_notes(conditioning, width or None, height or None, **given)

@@ -78,7 +78,8 @@ def open_pipeline(
     `cache_dir` that take as much disk as the converted weights do, and runs read these. "auto" leaves weights as they
     are stored. `cache_encoded` has no effect any more: what is converted is always kept.
     `loras` are LoRA files with their strengths, see `Pipeline.set_loras`.
-    `controlnet` is the folder of a ControlNet for the model, whose picture is `control` of `sample`.
+    `controlnet` is a ControlNet for the model, a folder in diffusers' layout or a single file, whose picture is
+    `control` of `sample`; several are a list, and one may be in it more than once.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
     file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
     transformer, the file `vae` and the folder `text`.
@@ -105,7 +106,7 @@ def open_pipeline(
         )
     elif vae is not None:
         family["vae"] = vae  # of a family that has such a file
-    family |= {name: placed(family[name]) for name in _PATHS if family.get(name)}
+    family |= {name: _placed(family[name]) for name in _PATHS if family.get(name)}
     name = _family(folder)
     open_model = MODELS.get(name, open_diffusers)
     parameters = inspect.signature(open_model).parameters
@@ -131,6 +132,10 @@ def open_pipeline(
     pipe = Pipeline(model, Runner(model.title, model.titles, claims, settings))
     pipe.set_loras(loras)
     return pipe
+
+
+def _placed(given: str | Path | Sequence[str | Path]) -> Path | list[Path]:
+    return placed(given) if isinstance(given, str | Path) else [placed(each) for each in given]
 
 
 def _given(

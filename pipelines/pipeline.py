@@ -350,9 +350,12 @@ class Pipeline:
 
         `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
         where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. `control`
-        [B,H,W,3] is one of edges, depth or the like, for models and ControlNets that follow it. `video` [F,H,W,3] in
-        0..1 are the frames of a video to start from; then `mask` and `control` may have as many. The class of diffusers
-        that does this is driven on the same components; it takes pictures in 8 bits.
+        [B,H,W,3] is one of edges, depth or the like, for models and ControlNets that follow it. With a ControlNet
+        `control_strength` says how much it counts, and `control_range=(start, end)` in which part of the steps, in
+        fractions of them, as in diffusers. It is not called in the others, and leaves the device after its last. With
+        several each of the three is a list. `video` [F,H,W,3] in 0..1 are the frames of a video to start from; then
+        `mask` and `control` may have as many. The class of diffusers that does this is driven on the same components;
+        it takes pictures in 8 bits.
         """
         width, height, steps, guidance, frames = map(plain_number, (width, height, steps, guidance, frames))
         seed, batch, cards, strength = map(plain_number, (seed, batch, cards, strength))

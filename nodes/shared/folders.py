@@ -42,8 +42,13 @@ def find_llamas() -> dict[str, Path]:
 
 
 def find_controlnets() -> dict[str, Path]:
-    """Return names to choose from, with their folders: diffusers' ControlNets in the host's `models/controlnet`."""
-    return _folders("controlnet", lambda path, files: "config.json" in files and _is_controlnet(path / "config.json"))
+    """Return names to choose from, with their folders or files: the ControlNets in the host's `models/controlnet`.
+
+    Folders are diffusers', and files those without a config beside them, whatever they are of.
+    """
+    found = _folders("controlnet", lambda path, files: "config.json" in files and _is_controlnet(path / "config.json"))
+    files = find_files("controlnet").items()
+    return found | {name: file for name, file in files if not (file.parent / "config.json").exists()}
 
 
 def find_files(kind: str) -> dict[str, Path]:

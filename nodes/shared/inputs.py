@@ -107,13 +107,14 @@ def controlnet_input() -> io.Input:
         default=NONE,
         optional=True,
         advanced=True,
-        tooltip="A ControlNet's folder in models/controlnet, in diffusers' layout (config.json beside the weights), "
-        "for models such as Flux and Stable Diffusion 3. Its picture goes into control of Offloaded Sampler.",
+        tooltip="A ControlNet in models/controlnet, a folder in diffusers' layout or a file, for models such as Flux "
+        "and Stable Diffusion 3. Its picture goes into control of Offloaded Sampler. Apply ControlNet (Ballast) has "
+        "strength, start and end as well.",
     )
 
 
 def controlnet_folder(name: str) -> Path | None:
-    """Return the folder of the ControlNet that is chosen; None if none is. ValueError if it is gone."""
+    """Return the folder or file of the ControlNet that is chosen; None if none is. ValueError if it is gone."""
     folder = find_controlnets().get(name)
     if folder is None and name != NONE:
         raise ValueError(f"controlnet {name!r} is not in models/controlnet any more. Choose another, or put it back.")

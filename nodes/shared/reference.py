@@ -21,6 +21,8 @@ from .inputs import AUTO, GPU_OR_SIM, LoaderSettings, Option
 from .progress import show_text
 
 if TYPE_CHECKING:
+    import torch
+
     from ...pipelines import Pipeline
 
 log = logging.getLogger("ballast")
@@ -35,6 +37,21 @@ _open: weakref.WeakValueDictionary[tuple, Pipeline] = weakref.WeakValueDictionar
 
 # A LoRA's file, its stamp, its strength, or one for each model by name, and the parts that are left out.
 LoraFile = tuple[str, str, float | tuple[tuple[str, float], ...], str]
+
+
+@dataclass(frozen=True, eq=False)
+class ControlPicture:
+    """A picture [B,H,W,3] on the CPU to follow, the file or folder of the ControlNet that does, and how.
+
+    It counts by `strength`, in the part of the steps between two fractions. `mode` is what a union ControlNet is told.
+    """
+
+    path: str
+    stamp: str
+    picture: torch.Tensor
+    strength: float
+    part: tuple[float, float]
+    mode: int | None
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,7 @@ class PipelineReference:
     family: tuple[tuple[str, Option], ...] = ()  # where else its parts lie, its variant
     ram_bytes: int | None = None
     loras: tuple[LoraFile, ...] = ()
+    controls: tuple[ControlPicture, ...] = ()
 
     def opened(self) -> Pipeline | None:
         """Return the pipeline, if it is open."""
@@ -71,6 +89,7 @@ class PipelineReference:
 
                 cache_dir = Path(folder_paths.get_user_directory()) / "ballast" / "embeddings"
                 options: dict[str, Any] = {"dtype": self.dtype, "cache_dir": cache_dir, **dict(self.family)}
+                options |= {"controlnet": [control.path for control in self.controls]} if self.controls else {}
                 pipe = open_pipeline(self.path, self.device, **budgets, **options)
             pipe.set_loras((path, dict(s) if isinstance(s, tuple) else s, out) for path, _, s, out in self.loras)
             _open[self._key()] = pipe
@@ -82,12 +101,37 @@ class PipelineReference:
         others = {name: value for name, value in self.family if name != "weights"}
         return replace(self, family=tuple((others | LoaderSettings(weights=weights).weights_options()).items()))
 
+    def following(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments of `sample` and `plan` with those of its ControlNets. `given` are those that a node has.
+
+        ValueError, in one line, where the two do not go together.
+        """
+        if not self.controls:
+            return dict(given)
+        if "control" in given:
+            raise ValueError("control is connected, but Apply ControlNet has a picture already. Disconnect control.")
+        if len(self.controls) > 1 and (
+            counts := [len(each.picture) for each in self.controls if len(each.picture) > 1]
+        ):
+            raise ValueError(
+                f"an Apply ControlNet has {counts[0]} pictures. With several such nodes give each of them one."
+            )
+        found: dict[str, Any] = {"control_strength": [each.strength for each in self.controls]}
+        if any(each.part != (0.0, 1.0) for each in self.controls):
+            found["control_range"] = [each.part for each in self.controls]
+        if any(each.mode is not None for each in self.controls):
+            found["control_mode"] = [-1 if each.mode is None else each.mode for each in self.controls]
+        if len(self.controls) == 1:
+            found = {name: value[0] for name, value in found.items()}
+        return {**given, "control": [each.picture for each in self.controls], **found}
+
     def _key(self) -> tuple[tuple, tuple]:
         return self._model(), (self.vram_bytes, self.ram_bytes, self.keep, self.loras)
 
     def _model(self) -> tuple:
         """Return the fields that decide which model runs, and where. Budgets and LoRAs belong to a run."""
-        return self.path, self.stamp, self.dtype, self.device, self.family
+        nets = tuple((control.path, control.stamp) for control in self.controls)
+        return self.path, self.stamp, self.dtype, self.device, self.family, nets
 
     def __repr__(self) -> str:
         return f"PipelineReference({Path(self.path).name}, {self.dtype})"
@@ -141,6 +185,21 @@ def with_lora(node: type[io.ComfyNode], reference: PipelineReference, *loras: Lo
     It is opened, which reads the files, so that one of another model fails here.
     """
     made = replace(reference, loras=(*reference.loras, *loras)) if loras else reference
+    made.open()
+    remember(node, made)
+    return made
+
+
+def with_control(node: type[io.ComfyNode], reference: PipelineReference, control: ControlPicture) -> PipelineReference:
+    """Make the reference with a further ControlNet, and remember it for the nodes that follow.
+
+    It is opened, which reads no weights, so that a ControlNet of another model fails here.
+    """
+    if "controlnet" in dict(reference.family):
+        raise ValueError(
+            "the loader has a ControlNet already. Set its controlnet to none, and choose that here as well."
+        )
+    made = replace(reference, controls=(*reference.controls, control))
     made.open()
     remember(node, made)
     return made

@@ -18,11 +18,12 @@ from ..encoding.conditioning import Conditioning, is_embeddings
 from ..encoding.pictures import Frames, as_stock
 from ..encoding.prompts import Text
 from ..options import TRUE_CFG
+from ..sampling.control import CONTROL, CONTROL_MODE, Control
 from ..sampling.inputs import Inputs, Request
 from ..sampling.latents import check_decodable
 from ..stock.answers import NotSeenError, opened
 from ..stock.stand_ins import Steps
-from ..stock.tasks import EDITED, reads_pictures, takes_frames
+from ..stock.tasks import EDITED, control_input, reads_pictures, takes_frames
 from .fingerprints import Echo
 from .verdicts import Modules, Verdict, compare, echoes_of
 
@@ -176,13 +177,18 @@ def arguments_of(pipe: Rehearsal, small: bool, cfg: float | None = None) -> dict
     side = -(-_SIDE // pipe.model.sizes.multiple) * pipe.model.sizes.multiple
     some = pipe.model.fewest_frames()
     pictures = {name: _pictures(side, name, some, pipe.model.call) for name in pipe.model.inputs}
+    if pipe.model.controls > 1 and (followed := control_input(pipe.model.pipeline_class)) in pictures:
+        pictures[followed] = tuple(picture_for(side + at, "") for at in range(pipe.model.controls))
     strength = _STRENGTH if pipe.model.inputs and "strength" in pipe.model.call else None
     pipe.inputs = Inputs(pipe.model, pictures, strength)
     sides = {"width": 2 * side if pipe.fits else side, "height": side}
     width, height = (value if small and name in pipe.model.call else None for name, value in sides.items())
     frames = some if small and pipe.model.frames else None
     true_cfg = {TRUE_CFG: cfg} if pipe.model.distilled and cfg is not None else {}
-    request = Request(width, height, _STEPS, None if true_cfg else cfg, frames, true_cfg)
+    known = pipe.model.control_modes if CONTROL_MODE in pipe.model.call else []
+    modes = [0 if each else -1 for each in known]  # of union ControlNets
+    kinds = {CONTROL_MODE: modes if len(modes) > 1 else 0} if any(known) else {}
+    request = Request(width, height, _STEPS, None if true_cfg else cfg, frames, true_cfg | kinds)
     arguments = pipe.model.sample_arguments(pipe.inputs, request)
     if "image_crf" in pipe.model.call and importlib.util.find_spec("av") is None:
         arguments["image_crf"] = 0  # no video codec is run on the picture: there is none
@@ -210,6 +216,8 @@ def _run_whole(
 
         stock.encode_prompt = listened
     given = as_stock(arguments()) | {"prompt": _PROMPT, "output_type": "pt"}
+    control: Control | None = given.pop(CONTROL, None)
+    given |= {} if control is None else control.arguments(pipe.model.call)
     given.pop("negative_prompt", None)
     given |= {} if negative is None else {"negative_prompt": negative}
     for name, value in _options_of(pipe, modules).items():

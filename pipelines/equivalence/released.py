@@ -47,6 +47,7 @@ def key_of(model: DiffusersModel, texts: DiffusersModel, kind: str, task: Mappin
     import diffusers
 
     classes = model.pipeline_class, texts.pipeline_class
+    taken = inspect.signature(model.pipeline_class).parameters
     facts = {
         "kind": kind,
         "task": task,
@@ -54,7 +55,8 @@ def key_of(model: DiffusersModel, texts: DiffusersModel, kind: str, task: Mappin
         "config": model.parts.config,
         "classes": [cls.__name__ for cls in classes],
         "code": [_code(cls) for cls in classes],
-        "parts": {name: _facts_of(model, part) for name, part in model.components.items()},
+        # A class may run without the ControlNets beside it.
+        "parts": {n: _facts_of(model, part) for n, part in model.components.items() if model.controls or n in taken},
     }
     return hashlib.sha256(key_text(facts, str).encode()).hexdigest()[:32]
 

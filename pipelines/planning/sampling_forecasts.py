@@ -14,6 +14,7 @@ from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..lora.use import branches
 from ..sampling.batches import generators
+from ..sampling.control import Control
 from ..sampling.guidance_range import GuidanceRange
 from ..sampling.scheduler_choice import SCHEDULER, SchedulerChoice
 from ..sampling.step_cache import CACHE, StepCache, block_paths
@@ -33,6 +34,7 @@ class Sampling:
     `reports` says whether each step is reported; `noise` is given noise, if any. `pictures` of the one prompt are drawn
     at once, each of `cards` computing a share. `dry_steps` are those of the dry run, all of them guided; `guided`
     says which of the `steps` are, None if all or none. A `cache` skips some of them. They are `part` of a run, if any.
+    ControlNets run in some of them, as `control` says.
     """
 
     forecaster: Forecaster
@@ -48,6 +50,7 @@ class Sampling:
     guided: GuidanceRange | None = None
     cache: StepCache | None = None
     part: StepRange | None = None
+    control: Control | None = None
 
     def key(self, cond: Conditioning) -> str | None:
         """Return the digest of everything that decides the activations, or None if something has no digest."""
@@ -64,8 +67,11 @@ class Sampling:
         given = {"arguments": arguments, "cond": tensors, "reports": self.reports, "noise": noise, **self.size}
         if self.guided is not None:
             given["guided"] = [self._guided_steps(self.guided), self.steps]
-        if self.cache is not None:
+        calls = self._calls_of_controlnets()
+        if self.cache is not None or calls:
             given["steps"] = self.steps
+        if calls:
+            given["controlled"] = calls
         return self.forecaster.key(stage="sample", **given, **branches(self.units))
 
     @property
@@ -101,6 +107,8 @@ class Sampling:
             whole = self._with_guidance(whole, self.guided)
         if self.cache is not None:
             whole = self._with_cache(whole, self.cache)
+        if calls := self._calls_of_controlnets():
+            whole = self._with_control(whole, calls)
         return divided(whole, self.cards)
 
     def _guided_steps(self, guided: GuidanceRange) -> int:
@@ -117,6 +125,23 @@ class Sampling:
             modules = tuple((path, done * share) for path, done in unit.modules)
             calls = predictions if apart else self.steps
             units[name] = replace(unit, calls=calls, operations=unit.operations * share, modules=modules)
+        return replace(forecast, units=units, steps=self.steps)
+
+    def _calls_of_controlnets(self) -> dict[str, tuple[int, int]]:
+        """Return the calls of each ControlNet, and of how many, where some are skipped."""
+        nets = {unit.name: unit.module for unit in self.units if unit.name.startswith("controlnet")}
+        calls = self.control.calls(nets, self.steps) if self.control else {}
+        return {name: (called, of) for name, (called, of) in calls.items() if called < of}
+
+    def _with_control(self, forecast: Forecast, calls: Mapping[str, tuple[int, int]]) -> Forecast:
+        """Count all steps, of which ControlNets run in part. One that never runs is counted once."""
+        whole, units = self.steps / forecast.steps, {}
+        for name, unit in forecast.units.items():
+            called, of = calls.get(name, (1, 1))
+            share = whole * max(1, called) / of
+            modules = tuple((path, done * share) for path, done in unit.modules)
+            count, turns = max(1, round(unit.calls * share)), max(1, round(unit.turns * share))
+            units[name] = replace(unit, calls=count, turns=turns, operations=unit.operations * share, modules=modules)
         return replace(forecast, units=units, steps=self.steps)
 
     def _with_cache(self, forecast: Forecast, cache: StepCache) -> Forecast:

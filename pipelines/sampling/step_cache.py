@@ -188,7 +188,7 @@ def cache_of(title: str, units: Mapping[str, ManagedModel], is_flow: bool, optio
     cache = _parsed(options[CACHE])
     for name, unit in units.items():
         kind = type(unit.module).__name__
-        if name == "controlnet":
+        if name.startswith("controlnet"):
             raise ValueError("cache does not go together with a ControlNet. Leave one of them out.")
         if kind not in _TRANSFORMERS:
             raise ValueError(f"{title} takes no cache: {kind} is none of {', '.join(_TRANSFORMERS)}. Leave it out.")

@@ -26,6 +26,7 @@ from ..planning.once_plans import PRECOMPUTE, Split, first_strategy
 from ..planning.sampling_forecasts import Sampling
 from ..runner import Runner, Stage
 from ..sampling.batches import Batch, batch_of
+from ..sampling.control import CONTROL
 from ..sampling.guidance_range import GUIDANCE_RANGE
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents, decibels
@@ -267,6 +268,7 @@ def sampling_of(
         asked.get(GUIDANCE_RANGE),
         asked.get(CACHE),
         part,
+        asked.get(CONTROL),
     )
 
 

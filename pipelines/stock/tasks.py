@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...memory.files import read_json
 from ..encoding.pictures import Frames, Pictures
 from ..files.trust import named_class
 from .signatures import encoding_of, needed_inputs
@@ -55,12 +54,17 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
         ways = [{"image": image, "image_reference": references}]
     if references and "reference_images" in own:
         ways = [{"image": image, "reference_images": references}]
+    wanted = {"image", *_CONTROLS[:1]}
     for way in ways:
         way |= {"last_image": pictures.last_image, "video": pictures.video}
         for found in _candidates(cls):
             call = parameters(found)
-            mask, control = (next((name for name in names if name in call), names[0]) for names in (_MASKS, _CONTROLS))
-            given = {k: v for k, v in (way | {mask: pictures.mask, control: pictures.control}).items() if v}
+            mask = next((name for name in _MASKS if name in call), _MASKS[0])
+            control = control_input(found)
+            if pictures.control and way.get(control):
+                continue  # one picture to follow, and another to start from
+            followed = {control: pictures.control} if pictures.control else {}
+            given = {k: v for k, v in (way | {mask: pictures.mask} | followed).items() if v}
             wanted = {*given, *({"strength"} if pictures.strength is not None else ())}
             missing = set(needed_inputs(found)) - given.keys()
             if wanted <= call.keys() and (not missing or (missing == {"image"} and "video" in given)):
@@ -70,33 +74,49 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
     raise ValueError(f"{title} takes no {names}: diffusers has no pipeline of its parts that does. Leave it out.")
 
 
+def control_input(cls: Any) -> str:
+    """Return the argument of the class's call that is the picture to follow: `image` of Stable Diffusion's classes."""
+    call = parameters(cls)
+    usual = next((name for name in _CONTROLS if name in call), _CONTROLS[0])
+    return "image" if usual not in call and "ControlNet" in cls.__name__ else usual
+
+
 def takes_frames(name: str, call: Mapping[str, Any]) -> bool:
     """Return whether an argument of a call is the frames of one video."""
     return name in VIDEOS or (name == "mask" and "video" in call)
 
 
-def with_controlnet(index: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a model's index with the ControlNet of another folder, and the class that runs both.
+def controlnet_class(index: Mapping[str, Any], kinds: Mapping[Path, str]) -> Any:
+    """Return the class that runs a model with ControlNets of these classes.
 
-    ValueError or FileNotFoundError, in one line, for what is no ControlNet, and for a model that has no such class.
+    ValueError, in one line, where there is none.
     """
     import diffusers
 
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}. Give the ControlNet's, in diffusers' layout.")
-    kind = str(read_json(folder / "config.json").get("_class_name"))
-    if "ControlNet" not in kind or named_class(diffusers, kind) is None:
-        raise ValueError(f"{folder} holds no ControlNet of the installed diffusers, but {kind}. Give another folder.")
-    name = _KIND.sub("ControlNetPipeline", index["_class_name"])
-    cls: Any = named_class(diffusers, name)
-    if "ControlNet" in index["_class_name"] or cls is None:
-        raise ValueError(f"diffusers has no pipeline for {index['_class_name']} with a ControlNet. Leave it out.")
-    takes = inspect.signature(cls).parameters["controlnet"].annotation
-    kinds = set(re.findall(r"\w*ControlNet\w*", str(takes)))
-    if kinds and kind not in kinds:
-        family = kind.partition("ControlNet")[0] or "Stable Diffusion"
-        raise ValueError(f"{folder} holds a {kind}: this ControlNet is for {family}, not for {index['_class_name']}.")
-    return {**index, "_class_name": name, "controlnet": ["diffusers", kind]}
+    own = index["_class_name"]
+    cls: Any = named_class(diffusers, _KIND.sub("ControlNetPipeline", own))
+    if "ControlNet" in own or cls is None:
+        raise ValueError(f"diffusers has no pipeline for {own} with a ControlNet. Leave it out.")
+    takes = set(re.findall(r"\w*ControlNet\w*", str(inspect.signature(cls).parameters["controlnet"].annotation)))
+    for path, kind in kinds.items():
+        if takes and kind not in takes:
+            family = kind.partition("ControlNet")[0] or "Stable Diffusion"
+            raise ValueError(f"{path} holds a {kind}: this ControlNet is for {family}, not for {own}.")
+    return cls
+
+
+def several_controlnets(nets: Sequence[Any]) -> Any:
+    """Return a module of diffusers that calls several ControlNets of one kind, and adds what they make.
+
+    ValueError, in one line, where diffusers has none.
+    """
+    import diffusers
+
+    kind = nets[0].__class__.__name__  # of a stand-in that of its unit
+    cls: Any = named_class(diffusers, kind.replace("ControlNetModel", "MultiControlNetModel"))
+    if cls is None:
+        raise ValueError(f"diffusers runs one {kind} at a time. Leave the others out.")
+    return cls(list(nets))
 
 
 def parameters(cls: Any) -> dict[str, inspect.Parameter]:

@@ -15,7 +15,7 @@ import tiny
 import torch
 from adapters import lora_files
 from ballast.commands import batch, demo, generate, plan
-from ballast.commands.arguments import _tokenizer, expanded, fractions, lora, sigmas
+from ballast.commands.arguments import _tokenizer, expanded, fractions, lora, ranges, sigmas, strengths
 from ballast.commands.batch import _paths
 from ballast.commands.images import open_image
 from ballast.memory import manager, simulated
@@ -136,7 +136,7 @@ def test_every_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: 
     for command in (generate, batch, plan, demo):
         parser = argparse.ArgumentParser()
         command.add_arguments(parser)
-        kinds = {action.type for action in parser._actions} - {None, int, float, fractions, sigmas}
+        kinds = {action.type for action in parser._actions} - {None, int, float, fractions, ranges, sigmas, strengths}
         assert kinds and all(
             str(tmp_path / "x") in str(kind("clip=~/x" if kind is _tokenizer else "~/x")) for kind in kinds
         )
@@ -146,6 +146,14 @@ def test_every_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: 
     assert expanded("~nobody-has-this-name/x") == Path("~nobody-has-this-name/x")
     monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")  # as a file of settings has it
     assert cache_home() == tmp_path / "cache" / "ballast"
+
+
+def test_settings_of_several_controlnets_are_lists() -> None:
+    assert strengths("0.7") == 0.7 and strengths("0.7,0.5") == [0.7, 0.5]
+    assert ranges("0.0-0.6") == [0.0, 0.6] and ranges("0.0-0.4,0.4-1.0") == [[0.0, 0.4], [0.4, 1.0]]
+    for read, text in ((strengths, "much"), (ranges, "0.5")):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no"):
+            read(text)
 
 
 def test_generate_writes_the_frames_of_a_video(tiny_folders: Folders, tmp_path: Path) -> None:

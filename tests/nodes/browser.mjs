@@ -109,7 +109,8 @@ async function layout (page, names) {
           if (['width', 'height'].includes(widget.name) && (widget.value > 128 || edits)) widget.value = 128
           if (widget.name === 'frames' && widget.value) widget.value = 9
           if (widget.name === 'steps') widget.value = 2
-          if (widget.name === 'base' && files) widget.value = 'tiny-' + files.value.split(/_?[0-9]/)[0]
+          if (widget.name !== 'base' || !files) continue // as `base_for` of the tests names it
+          widget.value = 'tiny-' + files.value.split(/_?[0-9]/)[0] + (files.value.includes('_t2v') ? '_t2v' : '')
         }
       }
     })

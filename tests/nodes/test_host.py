@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from host import HostError, HostServer, find_host, host_python, missing
 from PIL import Image
 from places import DATA, ROOT, STUBS
 from shape_judge import judge
-from single_files.comfy_folders import put_templates
+from single_files.comfy_folders import base_for, put_templates
 
 SCHEMAS = DATA / "node_schemas.json"
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
@@ -125,7 +124,9 @@ def test_every_node_is_as_in_the_snapshot(host: HostServer) -> None:
                 "pyramid-flow-miniflux",
                 "tiny-flux",
                 "tiny-qwen_image_edit",
+                "tiny-qwen_image_fp",
                 "tiny-wan",
+                "tiny-wan_t2v",
             ]
             llama = info["input"]["optional"]["llama"][1]
             assert llama["options"].pop() == "Meta-Llama-3.1-8B-Instruct"
@@ -166,7 +167,7 @@ def test_workflow_runs(file: Path, host: HostServer) -> None:
             if edits or node["inputs"].get(side) in large:  # these models are tiny
                 node["inputs"][side] = 128
         if "base" in node["inputs"]:  # and their configs do not come with the pack
-            node["inputs"]["base"] = f"tiny-{re.split('_?[0-9]', node['inputs']['transformer'])[0]}"
+            node["inputs"]["base"] = base_for(node["inputs"]["transformer"])
         if node["inputs"].get("frames"):
             node["inputs"]["frames"] = 9
     entry = host.run(prompt, timeout=300)

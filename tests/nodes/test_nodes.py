@@ -73,6 +73,7 @@ TITLES = {
     "BallastLoadModelFiles": "Load Model Files (Ballast)",
     "BallastVramBudget": "VRAM Budget",
     "BallastSamplerSettings": "Sampler Settings (Ballast)",
+    "BallastApplyControlNet": "Apply ControlNet (Ballast)",
 }
 
 

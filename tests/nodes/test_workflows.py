@@ -20,10 +20,11 @@ FILES = sorted(FOLDER.glob("*.json"))
 NODES = {node.GET_SCHEMA().node_id: node for node in asyncio.run(BallastExtension().get_node_list())}
 # Present in every ComfyUI; widgets of those that have any, by what the page saves.
 CORE = {"PreviewImage": 0, "SaveImage": 1, "PreviewAny": 3, "MarkdownNote": 1, "Note": 1}
-CORE |= {"SaveVideo": 4, "LoadImage": 2, "ImageScale": 4}
+CORE |= {"SaveVideo": 4, "LoadImage": 2, "ImageScale": 4, "Canny": 2}
 # Widgets that offer what the user has.
 OWN_FILES = ("pipeline", "llama", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "vae", "base")
-FOLDERS = {part: kind for part, (kind, _) in load_files._ALL.items()}
+OWN_FILES += ("lora", "controlnet")
+FOLDERS = {part: kind for part, (kind, _) in load_files._ALL.items()} | {"lora": "loras", "controlnet": "controlnet"}
 SOCKETS_ONLY = {
     "MASK",
     "IMAGE",

@@ -23,6 +23,9 @@ from .contents import SingleFile, type_of
 from .encoders import PICTURE, TEXT, read_encoder
 from .layouts import Layout
 
+# What a ControlNet has of its transformer and no weight of it tells: where tokens lie, and how heads divide them.
+_OF_TRANSFORMERS = ("axes_dims_rope", "sample_size", "patch_size", "attention_head_dim", "in_channels", "out_channels")
+
 
 @dataclass(frozen=True)
 class FileComponent(Component):
@@ -135,6 +138,20 @@ def vae_component(base: Component, single: SingleFile) -> FileComponent:
     """Return the VAE of `base` with the weights of a file. Raises ValueError, in one line, if the file is another's."""
     _layout_for(base, single)
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, base.config, single=single))
+
+
+def controlnet_component(base: Component, single: SingleFile, transformer: Mapping[str, Any]) -> FileComponent:
+    """Return a ControlNet with the weights of a file, of which the config of its `transformer` tells what they do not.
+
+    ValueError, in one line, where the file is of another model.
+    """
+    layout, taken = _layout_for(base, single), inspect.signature(base.cls.__init__).parameters  # type: ignore[misc]
+    shared = {name: value for name, value in transformer.items() if name in _OF_TRANSFORMERS and name in taken}
+    try:
+        told = layout.told(single.shapes, _completed(base.cls, shared))
+    except KeyError as error:
+        raise ValueError(f"{single.path} lacks {error.args[0]}. Get the whole ControlNet.") from error
+    return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, {**shared, **told}, single=single))
 
 
 def encoder_component(base: Component, path: Path) -> FileComponent:

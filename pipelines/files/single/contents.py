@@ -23,7 +23,7 @@ from .layouts import NO_CONVERTER, Config, Layout, Shapes, layout_of
 _OF_TRANSFORMERS = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.model.")
 _OF_VAES = ("first_stage_model.", "vae.")
 _OF_OTHERS = ("text_encoders.", "text_encoder.", "cond_stage_model.", "conditioner.", "audio_vae.", "vocoder.")
-_PREFIXES = {"transformer": _OF_TRANSFORMERS, "VAE": _OF_VAES}
+_PREFIXES: Mapping[str, tuple[str, ...]] = {"transformer": _OF_TRANSFORMERS, "VAE": _OF_VAES, "ControlNet": ()}
 _ANY = (*_OF_TRANSFORMERS, *_OF_VAES, *_OF_OTHERS)
 log = logging.getLogger("ballast")
 
@@ -49,7 +49,8 @@ def read_single(
 ) -> SingleFile:
     """Return the model in a file, if one of the layouts knows it. Reads no weights.
 
-    `what` is looked for: the transformer, or the VAE. Quantised weights become `dtype`; `config` is for converters.
+    `what` is looked for: the transformer, the VAE, or a ControlNet. Quantised weights become `dtype`; `config` is for
+    converters.
     FileNotFoundError, or ValueError in one line, for a file that is damaged, of an unknown kind, or lacks a weight or
     has one too many.
     """

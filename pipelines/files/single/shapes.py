@@ -1,4 +1,4 @@
-"""Infer a transformer's config from the shapes of its weights, by diffusers' names: one function a family."""
+"""Infer the config of a model of the loop from the shapes of its weights, by diffusers' names: one function a kind."""
 
 from __future__ import annotations
 
@@ -208,3 +208,65 @@ def hidream(shapes: Shapes, config: Config) -> dict[str, Any]:
         "text_emb_dim": shapes["p_embedder.pooled_embedder.linear_1.weight"][1],
         "num_routed_experts": shapes.count("single_stream_blocks.0.block.ff_i.experts."),
     }
+
+
+def flux_controlnet(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels = shapes["x_embedder.weight"]
+    head = (
+        shapes.get("transformer_blocks.0.attn.norm_q.weight")
+        or shapes["single_transformer_blocks.0.attn.norm_q.weight"]
+    )
+    modes, hint = shapes.get("controlnet_mode_embedder.weight"), shapes.get("input_hint_block.conv_out.weight")
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_single_layers": shapes.count("single_transformer_blocks."),
+        "attention_head_dim": head[0],
+        "num_attention_heads": width // head[0],
+        "in_channels": channels,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
+        "num_mode": modes and modes[0],
+        "conditioning_embedding_channels": hint and hint[0],
+    }
+
+
+def qwen_controlnet(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels = shapes["img_in.weight"]
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": channels,
+        "joint_attention_dim": shapes["txt_in.weight"][1],
+        "extra_condition_channels": shapes["controlnet_x_embedder.weight"][1] - channels,
+    }
+
+
+def sd3_controlnet(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs, patch, _ = shapes["pos_embed_input.proj.weight"]
+    normed, context = "transformer_blocks.0.attn.norm_q.weight", shapes.get("context_embedder.weight")
+    head = shapes[normed][0] if normed in shapes else config["attention_head_dim"]
+    own = shapes.get("pos_embed.proj.weight")
+    channels, layers = own[1] if own else config["in_channels"], shapes.count("transformer_blocks.")
+    told = {
+        "num_layers": layers,
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": channels,
+        "out_channels": channels,
+        "patch_size": patch,
+        "extra_conditioning_channels": inputs - channels,
+        "joint_attention_dim": context and context[1],
+        "caption_projection_dim": context and context[0],
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "qk_norm": "rms_norm" if normed in shapes else None,
+        "dual_attention_layers": [i for i in range(layers) if f"transformer_blocks.{i}.attn2.to_q.weight" in shapes],
+        "use_pos_embed": own is not None,
+        # Those of Stable Diffusion 3.5 by its makers read no text; the others were trained without a pooled prompt.
+        "force_zeros_for_pooled_projection": context is not None,
+    }
+    if "pos_embed.pos_embed" in shapes:
+        told["pos_embed_max_size"] = isqrt(shapes["pos_embed.pos_embed"][-2])
+    return told

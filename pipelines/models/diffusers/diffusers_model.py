@@ -34,6 +34,16 @@ from ...planning.forecasts import Forecaster
 from ...planning.sampling_forecasts import dry_run_arguments
 from ...sampling.batches import Dims, for_batch
 from ...sampling.cached_calls import caching
+from ...sampling.control import (
+    CONTROL,
+    CONTROL_MODE,
+    CONTROL_RANGE,
+    CONTROL_STRENGTH,
+    Control,
+    check_mode,
+    control_of,
+    following,
+)
 from ...sampling.guidance_range import GUIDANCE_RANGE, GuidanceRange, guided_within, range_of
 from ...sampling.inputs import Inputs, Request
 from ...sampling.picture_sizes import PictureSizes
@@ -75,10 +85,20 @@ from ...stock.stand_ins import (
     keeping_embeddings,
     keeping_processors,
 )
-from ...stock.tasks import EDITED, INPUTS, VIDEOS, WORDS, edits, reads_pictures, task_of
+from ...stock.tasks import (
+    EDITED,
+    INPUTS,
+    VIDEOS,
+    WORDS,
+    control_input,
+    edits,
+    reads_pictures,
+    several_controlnets,
+    task_of,
+)
 from ..claims import Claims
 from ..model import Embeddings, Model, OnStep, See
-from .folder_parts import HOST, IN_LOOP, SEEING, Components, Source
+from .folder_parts import CONTROLNET, HOST, SEEING, Components, Source
 
 FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
 _FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
@@ -126,6 +146,8 @@ class DiffusersModel:
     text_options: Mapping[str, Any] = MappingProxyType({})  # of `encode`, without which the stock call fails
     fails = ""  # the stock call with its default arguments: the refusal, until a run gives those that it needs
     is_compared = True  # with its own call, when it is opened
+    controlled: Any = None  # the class that runs it with ControlNets that lie elsewhere
+    follows = 0  # pictures that they follow then
 
     def __init__(
         self, parts: Components, cls: Any, inputs: Collection[str] | None = None, text_class: Any = None
@@ -153,6 +175,7 @@ class DiffusersModel:
         )
         self.encoders, self.denoisers, self.decoder = parts.encoders, parts.denoisers, parts.units["vae"]
         self.decoder_config = parts.components["vae"].config
+        self.controls = len(parts.controlnets) if CONTROLNET in self._init else 0  # pictures that ControlNets follow
         self._tasks: dict[Any, DiffusersModel] = {}
         self._task_of: weakref.ref[DiffusersModel] | None = None  # the model that encodes the prompt, for a task
         for unit in self.denoisers:
@@ -183,7 +206,7 @@ class DiffusersModel:
         )
         other.replays, other.default_negative, other.left_out = self.replays, self.default_negative, self.left_out
         other.latent_dimensions, other.own_size, other.tail = self.latent_dimensions, self.own_size, self.tail
-        other.text_options, other.looks = self.text_options, self.looks
+        other.text_options, other.looks, other.controls = self.text_options, self.looks, self.controls
         return other
 
     def check_ready(self) -> None:
@@ -229,7 +252,7 @@ class DiffusersModel:
         ask = ask or functools.partial(functools.partial, telling.answer)
         parts["vae"] = StandInVae(self.decoder, device, torch.float32, ask("vae"))
         for unit in self.parts.units.values():
-            in_loop = unit.role == "transformer" or unit.name in IN_LOOP
+            in_loop = unit.role == "transformer" or unit.name.startswith(CONTROLNET)
             asked = unit.name in SEEING or (looks and unit.name in self.parts.beside)
             dtype = self.components[unit.name].run_dtype
             if unit.name in modules:
@@ -239,6 +262,10 @@ class DiffusersModel:
             elif self.replays and unit in self.encoders:
                 part_of = functools.partial(_asking_part, ask, unit.name)
                 parts[unit.name] = StandInEncoder(unit, device, dtype, part_of)
+        if self.controls > 1:
+            parts[CONTROLNET] = several_controlnets([parts[name] for name in self.parts.controlnets])
+        if self.parts.controlnets:  # which the class may run without
+            parts = {name: value for name, value in parts.items() if name in self._init}
         # The device is the manager's: an offloaded module reports `cpu` or `meta`.
         on_device = property(lambda _: device)
         stock = self.pipeline_class
@@ -272,6 +299,12 @@ class DiffusersModel:
             return bool(transformer and transformer.config[name])
         taken = inspect.signature(transformer.cls).parameters
         return name not in taken or bool(taken[name].default)
+
+    @property
+    def control_modes(self) -> list[int | None]:
+        """How many kinds of pictures each picture's ControlNet tells by a number, None for one that follows one."""
+        known = [self.components[name].config.get("num_mode") for name in self.parts.controlnets]
+        return known if len(known) == self.controls else known * self.controls
 
     @property
     def distilled(self) -> bool:
@@ -382,19 +415,28 @@ class DiffusersModel:
 
     def inputs_of(self, pictures: Pictures) -> Inputs:
         """Return the pictures as arguments of the call of the class that takes them."""
+        if self.controlled is not None and not (pictures.control or _follows_image(self.controlled, pictures)):
+            raise ValueError(f"{self.title} has a ControlNet, but no picture for it. Give it: control.")
         if not pictures:
             return Inputs(self)
-        task = task_of(self.pipeline_class, self.title, pictures)
+        task = task_of(self.controlled or self.pipeline_class, self.title, pictures)
+        follows = self.follows or self.controls
+        several = follows > 1
+        if several and len(pictures.control) != follows:
+            raise ValueError(
+                f"{self.title} follows {follows} pictures with its ControlNets, and control has "
+                f"{len(pictures.control)}. Give one for each."
+            )
         key = task.cls, frozenset(task.pictures)
         if key != (self.pipeline_class, self.inputs) and key not in self._tasks:
             self._tasks[key] = self._for_task(*key)
         model = self._tasks.get(key, self)
         own: Mapping[str, str] = {}
         starts = pictures.image and ("strength" in model.call or model.frames is not None)
-        if starts or len(pictures.control) > 1:  # one to follow is the same for all that are drawn at once
-            kept = _OWN if starts else _FOLLOWED
-            several = (n for n, given in task.pictures.items() if n in kept and not isinstance(given, Frames))
-            own = {name: WORDS.get(name, name) for name in several}
+        if starts or (len(pictures.control) > 1 and not several):  # one is the same for all that are drawn at once
+            kept = (_OWN if starts else _FOLLOWED) - (_FOLLOWED if several else set())
+            each = (n for n, given in task.pictures.items() if n in kept and not isinstance(given, Frames))
+            own = {name: WORDS.get(name, name) for name in each}
         return Inputs(model, task.pictures, pictures.strength, own)
 
     def _for_task(self, cls: Any, inputs: frozenset[str]) -> DiffusersModel:
@@ -403,6 +445,7 @@ class DiffusersModel:
         task = type(self)(self.parts, cls, inputs, self.text_class)
         task.replays, task.text_options, task._task_of = self.replays, self.text_options, weakref.ref(self)
         task.default_steps, task.default_guidance = self.default_steps, self.default_guidance
+        task.controls = self.follows or self.controls
         if self.is_compared:
             check.prove(task, self)
         return task
@@ -533,7 +576,8 @@ class DiffusersModel:
         """Return the arguments of `denoise` for a dry run: few steps, or all of a scheduler that is given them."""
         choice: SchedulerChoice | None = arguments.get(SCHEDULER)
         all_steps = {"num_inference_steps": arguments["num_inference_steps"]} if choice and choice.sigmas else {}
-        every_step = {name: value for name, value in arguments.items() if name not in (GUIDANCE_RANGE, STEP_RANGE)}
+        in_part = (GUIDANCE_RANGE, STEP_RANGE, CONTROL)
+        every_step = {name: value for name, value in arguments.items() if name not in in_part}
         if (cache := every_step.get(CACHE)) is not None:
             every_step[CACHE] = replace(cache, dry=True)
         return dry_run_arguments(every_step) | all_steps
@@ -572,8 +616,18 @@ class DiffusersModel:
                 "Leave it out; guidance is its own scale."
             )
         takes = own is not None and {SCHEDULER, SHIFT, SIGMAS}
-        check_known(self.title, options, known | (takes or set()) | {GUIDANCE_RANGE, CACHE, START_STEP, END_STEP})
+        of_control, control = {CONTROL_STRENGTH, CONTROL_RANGE}, None
+        if self.controls or options.keys() & of_control:
+            control = control_of(self.title, self.pipeline_class, self.controls, self.call, options)
+        ours = {GUIDANCE_RANGE, CACHE, START_STEP, END_STEP} | of_control
+        check_known(self.title, options, known | (takes or set()) | ours)
+        if CONTROL_MODE in self.call and self.controls:
+            check_mode(self.title, self.control_modes, options.get(CONTROL_MODE))
         in_part = bool(options.get(START_STEP)) or options.get(END_STEP) is not None
+        if in_part and CONTROL_RANGE in options:
+            raise ValueError(
+                "start_step and end_step do not go together with control_range, which counts all steps. Leave one out."
+            )
         between = self._steps_between(inputs, choice, own, steps, options) if in_part else None
         part: GuidanceRange | None = None
         if options.get(GUIDANCE_RANGE) is not None:
@@ -582,7 +636,7 @@ class DiffusersModel:
         if options.get(CACHE, OFF) not in (OFF, None):
             flow = own is not None and is_flow(own)
             cache = cache_of(self.title, {unit.name: unit for unit in self.denoisers}, flow, options)
-        chosen = chosen | {GUIDANCE_RANGE, CACHE, START_STEP, END_STEP}
+        chosen = chosen | ours
         options = {k: v for k, v in options.items() if k not in chosen and (v is not None or k in known)}
         if options.get(_BINNING):
             raise ValueError(f"{_BINNING} is True; sizes are drawn as they are asked for. Leave it out.")
@@ -610,6 +664,8 @@ class DiffusersModel:
             arguments[GUIDANCE_RANGE] = part
         if cache is not None:
             arguments[CACHE] = cache
+        if control is not None:
+            arguments[CONTROL] = control
         if between is not None:
             arguments[STEP_RANGE] = between
         if self.own_size and (width or height) and not self._is_of_picture(inputs, width, height):
@@ -789,6 +845,8 @@ class DiffusersModel:
         if between is not None:
             between.cut(pipe.scheduler)
         cache: StepCache | None = arguments.pop(CACHE, None)
+        control: Control | None = arguments.pop(CONTROL, None)
+        arguments |= {} if control is None else control.arguments(self.call)
         self.adjust(pipe, arguments)
         if (scale := arguments.pop("guider", None)) is not None:
             pipe.guider = pipe.guider.new(guidance_scale=scale)
@@ -814,7 +872,9 @@ class DiffusersModel:
                 at, prompt = steps.position, texts.get("prompt_embeds")
                 tell = self.claims.manager.timeline.count_calls
                 cached = {unit: modules[unit.name] for unit in self.denoisers if unit.name in modules}
+                nets = {name: modules[name] for name in self.parts.controlnets if name in modules}
                 with (
+                    nullcontext() if control is None else following(control, nets, at, self._leave),
                     nullcontext() if cache is None else caching(cache, cached, steps.moment, tell),
                     nullcontext() if part is None else guided_within(part, modules.values(), at, prompt),
                 ):
@@ -823,6 +883,10 @@ class DiffusersModel:
                 steps.finite.finish()  # of a call that took fewer steps than its scheduler has
                 return caught.latents
         return None
+
+    def _leave(self, name: str) -> None:
+        """Evict a unit that this run calls no more."""
+        self.claims.manager.evict(self.parts.units[name])
 
     def embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
         """Return the conditioning as arguments of the pipeline's call."""
@@ -855,6 +919,10 @@ def frame_rate_of(name: str) -> int:
     return next((rate for start, rate in _FRAME_RATES.items() if name.startswith(start)), 24)
 
 
+def _follows_image(controlled: Any, pictures: Pictures) -> bool:
+    return bool(pictures.image) and control_input(controlled) == "image"
+
+
 def _plain(prompt: Prompt | None) -> str | list[str] | None:
     return prompt if prompt is None or isinstance(prompt, str) else list(prompt)
 
@@ -869,12 +937,16 @@ def open_diffusers(
     claims: Claims,
     files: GivenFiles | None = None,
     *,
-    controlnet: str | Path | None = None,
+    controlnet: str | Path | Sequence[str | Path] | None = None,
 ) -> DiffusersModel:
     """Open a diffusers folder, and compare the class with its own call."""
     source = Source(folder, read_model_index(folder), files=files)
-    if controlnet is not None:
-        source = source.with_controlnet(controlnet)
+    paths = [controlnet] if isinstance(controlnet, str | Path) else list(controlnet or ())
+    if paths:
+        source = source.with_controlnets([Path(path) for path in paths])
     model = DiffusersModel(*source.read(dtype, claims))
+    model.controlled, model.follows = source.controlled, len(paths)
     check.prove_some(model)
+    if paths:
+        model.inputs_of(Pictures(control=(torch.full((_SIDE, _SIDE, 3), 0.5),) * len(paths)))
     return model

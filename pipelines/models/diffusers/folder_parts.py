@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from ....memory.weights.unit import ManagedModel
 from ...encoding.truncation import Truncation, encoder_title
 from ...files.components import Component, names_class, parse_dtype, pipeline_class, read_components
 from ...files.recognition import title_of
+from ...files.single.controlnets import ControlNetFile, kind_of
 from ...files.single.given import GivenFiles
 from ...stock.signatures import encoding_of, needed_inputs, own_words
-from ...stock.tasks import INPUTS, with_controlnet
+from ...stock.tasks import INPUTS, controlnet_class
 from ..claims import Claims
 
 HOST = torch.device("cpu")
 SEEING = ("image_encoder",)  # modules that see a picture before the loop begins, as the VAE does
-IN_LOOP = ("controlnet",)  # modules of the loop that come before the transformer
+CONTROLNET = "controlnet"  # what modules of the loop that come before the transformer are called, or _2 after it
 _COMPONENT = re.compile(r"(text_encoder|tokenizer|transformer|controlnet|scheduler)(_\d+)?")
 
 
@@ -58,9 +60,14 @@ class Components:
         return [u for u in self.units.values() if u.role in ("transformer", "other") and u.name not in SEEING]
 
     @property
+    def controlnets(self) -> list[str]:
+        """The names of its ControlNets, in the order in which they are called."""
+        return [unit.name for unit in self.denoisers if unit.name.startswith(CONTROLNET)]
+
+    @property
     def beside(self) -> list[str]:
         """The names of modules of the loop that are neither its transformers nor called by them."""
-        return [u.name for u in self.denoisers if u.role == "other" and u.name not in IN_LOOP]
+        return [u.name for u in self.denoisers if u.role == "other" and not u.name.startswith(CONTROLNET)]
 
     def tool(self, name: str) -> Any:
         """Return a component without weights. Schedulers and guiders keep state, so each run gets its own."""
@@ -97,12 +104,19 @@ class Source:
     files: GivenFiles | None = None
     makers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     titles: Mapping[str, str] = field(default_factory=dict)
+    controlnets: Mapping[str, tuple[Path, str]] = field(default_factory=dict)  # and their classes, by name
+    controlled: Any = None  # the class that runs the model with its ControlNets
 
-    def with_controlnet(self, folder: str | Path) -> Source:
-        """Return the same with the ControlNet of another folder."""
-        beside = Path(folder).expanduser()
-        index, elsewhere = with_controlnet(self.index, beside), {**self.elsewhere, "controlnet": beside}
-        return Source(self.folder, index, elsewhere, self.files, self.makers, self.titles)
+    def with_controlnets(self, paths: Sequence[Path]) -> Source:
+        """Return the same with the ControlNet of each picture, a folder in diffusers' layout or a single file.
+
+        FileNotFoundError or ValueError, in one line, for what is no ControlNet, and where no class runs them.
+        """
+        kinds = {path: kind_of(path) for path in paths}
+        controlled = controlnet_class(self.index, kinds)
+        nets = paths if len(kinds) > 1 else paths[:1]  # one for several pictures is called for each
+        found = {f"{CONTROLNET}_{at + 1}" if at else CONTROLNET: (path, kinds[path]) for at, path in enumerate(nets)}
+        return replace(self, controlnets=found, controlled=controlled)
 
     def read(
         self, dtype: str | torch.dtype, claims: Claims, adapted: Callable[[Component], Component] = lambda one: one
@@ -118,6 +132,7 @@ class Source:
         found = read_components(self.folder, index, parse_dtype(dtype), elsewhere, given)
         if files:
             files.check_read(found.values())
+        found |= self._read_controlnets(dtype, found)
         components = {name: adapted(component) for name, component in found.items()}
         if encoding_of(cls) is None or "vae" not in components:
             raise ValueError(f"{name} has no text stage or no VAE, and cannot be staged.")
@@ -134,6 +149,14 @@ class Source:
             {unit.name: unit for unit in units}, self.titles, makers=self.makers,
         )  # fmt: skip
         return parts, cls
+
+    def _read_controlnets(self, dtype: str | torch.dtype, found: Mapping[str, Component]) -> dict[str, Component]:
+        """Return the ControlNets that lie elsewhere, by name, beside the components that are `found`."""
+        index: dict[str, Any] = {name: ["diffusers", kind] for name, (_, kind) in self.controlnets.items()}
+        files = {name: ControlNetFile(path) for name, (path, _) in self.controlnets.items() if path.is_file()}
+        folders = {name: files[name].folder if name in files else path for name, (path, _) in self.controlnets.items()}
+        makers = {name: partial(file.component, found["transformer"].config) for name, file in files.items()}
+        return read_components(self.folder, index, parse_dtype(dtype), folders, makers)
 
     def _check_complete(self, cls: Any, components: Mapping[str, Component]) -> None:
         """Raise ValueError for what would only fail when it is used."""

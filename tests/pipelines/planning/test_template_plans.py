@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ballast
+import diffusers
 import pytest
 import thumbnails
 import tiny
@@ -49,7 +50,37 @@ TEMPLATES: dict[str, tuple[str, dict[str, Any], tuple[int, int], dict[str, str]]
         (6, 12),
         {"text_encoder": "qwen_2.5_vl_7b_fp8_scaled", "transformer": "qwen_image_edit_2509_fp8_e4m3fn"},
     ),
+    "10 Wan 2.2 video in 4 steps": (
+        "Wan2.2-T2V-A14B",
+        {"width": 832, "height": 480, "frames": 81, "steps": 4, "guidance": 1.0, "shift": 5.0},
+        (8, 12),
+        {
+            "text_encoder": "umt5_xxl_fp8_e4m3fn_scaled",
+            "transformer": "wan2.2_t2v_high_noise_14B_fp8_scaled",
+            "transformer_2": "wan2.2_t2v_low_noise_14B_fp8_scaled",
+        },
+    ),
+    "11 Qwen-Image with a Lightning LoRA": (
+        "Qwen-Image",
+        {"width": 1024, "height": 1024, "steps": 8, "guidance": 1.0, "shift": 3.0},
+        (6, 12),
+        {"text_encoder": "qwen_2.5_vl_7b_fp8_scaled", "transformer": "qwen_image_fp8_e4m3fn"},
+    ),
+    "12 Flux with a ControlNet": (
+        "FLUX.1-dev",
+        {
+            "width": 1024,
+            "height": 1024,
+            "control": torch.zeros(1, 1024, 1024, 3),
+            "control_strength": 0.7,
+            "control_range": (0.0, 0.65),
+        },
+        (8, 24),
+        {"text_encoder_2": "t5xxl_fp8_e4m3fn_scaled"},
+    ),
 }
+UNION_PRO = {"num_layers": 6, "num_single_layers": 0, "guidance_embeds": True}  # the ControlNet of template 12
+RANK = 64  # of the Lightning LoRAs
 
 
 def sparse(module: Any, path: Path, fp8: bool, dtype: torch.dtype) -> Path:
@@ -98,13 +129,38 @@ def put(name: str, root: Path, fp8: dict[str, str]) -> dict[str, Path]:
     return files
 
 
+def lightning(name: str, key: str, root: Path) -> tuple[Path, dict[str, float]]:
+    """A LoRA for all layers of a model's blocks, by a header alone."""
+    folder = published.FACTS / "models" / name
+    cls: Any = component_class(*read_model_index(folder)[key])
+    config = {field: value for field, value in cls.load_config(folder / "transformer").items() if field[0] != "_"}
+    tensors = {}
+    for path, layer in full_size.empty(cls, config).named_modules():
+        if isinstance(layer, torch.nn.Linear) and "blocks." in path:
+            for part, shape in (("A", (RANK, layer.in_features)), ("B", (layer.out_features, RANK))):
+                tensors[f"transformer.{path}.lora_{part}.weight"] = torch.empty(
+                    shape, device="meta", dtype=torch.bfloat16
+                )
+    full_size._write_sparse(file := root / f"lightning_{key}.safetensors", tensors)
+    return file, {key: 1.0}
+
+
+def beside(template: str, name: str, root: Path) -> dict[str, Any]:
+    """The LoRAs or the ControlNet of a template, as `open_pipeline` takes them."""
+    if "ControlNet" in template:
+        net = full_size.empty(diffusers.FluxControlNetModel, UNION_PRO)
+        return {"controlnet": sparse(net, root / "union.safetensors", False, torch.bfloat16)}
+    keys = {"10": ("transformer", "transformer_2"), "11": ("transformer",)}.get(template[:2], ())
+    return {"loras": [lightning(name, key, root) for key in keys]}
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_thumbnail_shows_what_the_planner_says(template: str, tmp_path: Path) -> None:
     name, asked, budgets, fp8 = TEMPLATES[template]
     kinds = [kind for kind, _ in read_model_index(published.FACTS / "models" / name)["_tokenizers"].values()]
     tokenizers = {kind: tokenizer(kind, tmp_path / kind) for kind in kinds}
     files = put(name, tmp_path, fp8)
-    if "GGUF" in template:
+    if name.startswith("FLUX"):
         (apart := tmp_path / "quantized").mkdir()
         files["transformer"].rename(apart / "model.safetensors")
         quantized(apart, Type.Q4_K)
@@ -117,5 +173,6 @@ def test_the_thumbnail_shows_what_the_planner_says(template: str, tmp_path: Path
         tokenizers=tokenizers,
         device="cpu",
         cache_dir=tmp_path / "cache",
+        **beside(template, name, tmp_path),
     )
     thumbnails.check(template, [pipe.plan(**asked, vram=f"{size}GB", ram="64GB", rates=ASSUMED) for size in budgets])
