@@ -73,13 +73,14 @@ class Echo:
         numbers = itertools.count(1 + len(tree_leaves(answer)))  # the answer has the first, with hooks and without
         for hooked_name, calls in within.items():
             for call in calls:
-                given, result = tree_map_only(
-                    torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), call
-                )  # fmt: skip
+                given, result = self._made(call, heard, numbers)
                 changed = _tell(self.face.get_submodule(hooked_name), given, result)
                 heard += self._digest([each for each in tree_leaves(changed) if isinstance(each, torch.Tensor)])
-        first = itertools.count(1)
-        return tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(first)), answer)
+        return self._made(answer, heard, itertools.count(1))
+
+    def _made(self, shapes: Any, heard: float, numbers: Iterator[int]) -> Any:
+        """Return values for all shapes of a tree, each with a number of its own."""
+        return tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), shapes)
 
     def _run(self, called: Callable[..., Any], hooked: Sequence[str], args: Any, kwargs: Any) -> Any:
         """Return the shapes of the answer, and of each hooked module's input and output."""

@@ -29,7 +29,7 @@ from .verdicts import Modules, Verdict, compare, echoes_of
 if TYPE_CHECKING:
     from ..models.modular.modular_model import ModularModel
 
-_PROOF = 1  # to be raised when proofs end in another way
+_PROOF = 2  # to be raised when proofs end in another way
 _PROMPT, _SEED, _STEPS, _SIDE = "a red boat", 0, 2, 64  # pixels; or the next size that it draws
 _STRENGTH = 0.8  # by which some steps are left out
 _CHANNELS = (3, 4)  # of a picture

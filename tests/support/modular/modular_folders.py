@@ -181,6 +181,18 @@ FAMILIES: dict[str, Family] = {
     "sdxl_control": Family(
         "StableDiffusionXLModularPipeline", _seeded(_sdxl_control), "controlnet_text2image", ("control",), sees=False
     ),
+    "sdxl_control_image": Family(
+        "StableDiffusionXLModularPipeline", _seeded(_sdxl_control), "controlnet_image2image", ("image", "control"),
+        more=_STRONG,
+    ),
+    "sdxl_control_inpaint": Family(
+        "StableDiffusionXLModularPipeline", _seeded(_sdxl_control), "controlnet_inpainting",
+        ("image", "mask", "control"), more=_STRONG,
+    ),
+    "flux3_distilled_image": Family(
+        "Flux3DistilledModularPipeline", newest.flux3_distilled, guides=False,
+        **_IMAGE | {"workflow": "image_conditioned", "size": (64, 64)},
+    ),
     "flux2": Family("Flux2ModularPipeline", newest.flux2, guides=False),
     "flux2_image": Family(
         "Flux2ModularPipeline", newest.flux2, guides=False,
@@ -220,6 +232,7 @@ REFUSED: dict[str, tuple[Family, str]] = {
         Family("Ideogram4ModularPipeline", newest.ideogram4, guides=False),
         "its blocks call parts of its text_encoder by themselves",
     ),
+    "ltx25": (Family("LTX25ModularPipeline", newest.ltx25, **_VIDEO), "decodes with no vae"),
     "minimax_h3": (
         Family("MiniMaxH3ModularPipeline", newest.minimax_h3, **_VIDEO | {"workflow": "t2va"}),
         "its blocks call parts of its text_encoder by themselves",
@@ -295,10 +308,10 @@ def stock(
     made = pipe(generator=torch.Generator("cpu").manual_seed(0), **{"output_type": "pt"} | inputs)
     pictures = made.get("videos") if made.get("videos") is not None else made.get("images")
     (latents,) = seen
+    if isinstance(pictures, list) and isinstance(pictures[0], torch.Tensor):
+        pictures = torch.cat(pictures)  # the layers of each prompt
     if isinstance(pictures, list):
         pictures = torch.stack([torch.from_numpy(np.array(one)) / 255 for one in pictures]).movedim(-1, -3)
-    if made.get("images") is not None and pictures.ndim == 5:  # a list of layers for each prompt
-        pictures = pictures.flatten(0, 1)
     return latents, pictures.float().movedim(-3, -1)
 
 

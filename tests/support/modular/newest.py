@@ -184,9 +184,9 @@ def ideogram4() -> Parts:
     }
 
 
-def helios(**scheduler: Any) -> Parts:
+def helios() -> Parts:
     return {
-        "scheduler": diffusers.HeliosScheduler(**({"stage_range": [0, 1], "stages": 1} | scheduler)),
+        "scheduler": diffusers.HeliosScheduler(stage_range=[0, 1], stages=1),
         "vae": wan().vae,
         "text_encoder": t5(multilingual=True),
         "tokenizer": tokenizer(),
@@ -195,6 +195,24 @@ def helios(**scheduler: Any) -> Parts:
             rope_dim=(4, 4, 4),
         ),
     }  # fmt: skip
+
+
+def ltx25() -> Parts:
+    """Decodes with a model that denoises."""
+    return ltx2() | {
+        "diffusion_decoder": diffusers.LTX2VideoDiffusionDecoderModel(
+            latent_channels=4,
+            patch_size=1,
+            decoder_head_dim=8,
+            decoder_stage_channels=(16, 16, 16, 16, 16),
+            decoder_stage_depths=(1, 1, 1, 1, 1),
+            decoder_upsample_strides=((1, 2, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+            decoder_upsample_channel_reductions=(1, 1, 1, 1),
+            decoder_t_emb_dim=16,
+            spatial_compression_ratio=2,
+            temporal_compression_ratio=1,
+        )
+    }
 
 
 def ltx2() -> Parts:
