@@ -35,13 +35,14 @@ class Echo:
 
     `build` makes its structure with parameters on `meta`, which each kind of call runs once, on shapes. `methods` are
     those of the module, beside `forward`, that are answered as one call. `calls` tells what came to the module itself:
-    the method, and a number that follows from its tensors.
+    the method, and a number that follows from its tensors. `parts_called` says that a module in it was called alone.
     """
 
     def __init__(self, build: Callable[[], nn.Module], stand_ins: StandIns, methods: Sequence[str] = ()) -> None:
         self.face, self._inner = build().float(), build().float()
         vars(self.face)["_runs_on"] = torch.device("cpu")
         self.calls: list[tuple[str, float]] = []
+        self.parts_called = False
         self._shapes: dict[Any, Any] = {}
         self._noise = functools.lru_cache(maxsize=64)(_noise)
         lay_stand_ins(self._inner, stand_ins)
@@ -62,28 +63,33 @@ class Echo:
         heard += _number_of([value for value in leaves if isinstance(value, str | int | float)])
         if not name:
             self.calls.append((method, heard))
+        self.parts_called |= bool(name)
         hooked = tuple(within for within, module in self.face.named_modules() if within and module._forward_hooks)
         key = name, method, hooked, kind_of(args, kwargs)
         if key not in self._shapes:
             called = getattr(self._inner.get_submodule(name), method)
             self._shapes[key] = self._run(called, hooked, args, kwargs)
-        numbers = itertools.count(1)
-        answer, within = tree_map_only(
-            torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), self._shapes[key]
-        )
-        for hooked_name, results in within.items():
-            for result in results:
-                _tell(self.face.get_submodule(hooked_name), result)
-        return answer
+        answer, within = self._shapes[key]
+        numbers = itertools.count(1 + len(tree_leaves(answer)))  # the answer has the first, with hooks and without
+        for hooked_name, calls in within.items():
+            for call in calls:
+                given, result = self._made(call, heard, numbers)
+                changed = _tell(self.face.get_submodule(hooked_name), given, result)
+                heard += self._digest([each for each in tree_leaves(changed) if isinstance(each, torch.Tensor)])
+        return self._made(answer, heard, itertools.count(1))
+
+    def _made(self, shapes: Any, heard: float, numbers: Iterator[int]) -> Any:
+        """Return values for all shapes of a tree, each with a number of its own."""
+        return tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), shapes)
 
     def _run(self, called: Callable[..., Any], hooked: Sequence[str], args: Any, kwargs: Any) -> Any:
-        """Return the shapes of the answer, and of each hooked module's output."""
+        """Return the shapes of the answer, and of each hooked module's input and output."""
         within: dict[str, list[Any]] = {}
         with ExitStack() as hooks, torch.inference_mode(), dry_card():
             for name in hooked:
 
                 def keep(module: nn.Module, args: Any, made: Any, name: str = name) -> None:
-                    within.setdefault(name, []).append(made)
+                    within.setdefault(name, []).append((args, made))
 
                 hooks.enter_context(_removed(self._inner.get_submodule(name).register_forward_hook(keep)))
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), (args, kwargs))
@@ -144,12 +150,19 @@ def _removed(hook: RemovableHandle) -> Iterator[None]:
         hook.remove()
 
 
-def _tell(module: nn.Module, result: Any) -> None:
-    """Call the forward hooks of a module that is not run itself. RuntimeError for one that does more than look."""
+def _tell(module: nn.Module, given: tuple[Any, ...], result: Any) -> Any:
+    """Call the forward hooks of a module that is not run itself. Return what the last gives in place of its result.
+
+    Of another shape than the result, raises RuntimeError.
+    """
+    changed = None
     for number, hook in module._forward_hooks.items():
         more: tuple[Any, ...] = ({},) if number in module._forward_hooks_with_kwargs else ()
-        if hook(module, (), *more, result) is not None:
-            raise RuntimeError("a hook changes what a module gives")
+        made = hook(module, given, *more, result if changed is None else changed)
+        changed = changed if made is None else made
+    if changed is not None and getattr(changed, "shape", None) != getattr(result, "shape", ()):
+        raise RuntimeError("a hook changes what a module gives")
+    return changed
 
 
 def _number_of(words: Sequence[Any]) -> float:

@@ -29,10 +29,14 @@ from .verdicts import Modules, Verdict, compare, echoes_of
 if TYPE_CHECKING:
     from ..models.modular.modular_model import ModularModel
 
-_PROOF = 1  # to be raised when proofs end in another way
+_PROOF = 2  # to be raised when proofs end in another way
 _PROMPT, _SEED, _STEPS, _SIDE = "a red boat", 0, 2, 64  # pixels; or the next size that it draws
 _STRENGTH = 0.8  # by which some steps are left out
 _CHANNELS = (3, 4)  # of a picture
+_WAYS: tuple[dict[str, Any], ...] = (
+    {"output": "pil"}, {"steps": None}, {"short": False}, {"small": False, "short": False},
+    {"output": "pil", "small": False, "short": False},
+)  # fmt: skip
 _HOST = torch.device("cpu")
 log = logging.getLogger("ballast")
 
@@ -71,13 +75,15 @@ class _Run:
     output: str = "pt"
     negative: str | None = None
     scale: float | None = None
+    steps: int | None = _STEPS
+    short: bool = True  # whether a video has the fewest frames that its VAE makes
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `denoise`, each time new."""
         model, side = self.model, -(-_SIDE // self.model.sizes.multiple) * self.model.sizes.multiple
         width, height = (2 * side, side) if self.small else (None, None)
-        frames = model.fewest_frames() if self.small and model.frames else None
-        request = Request(width, height, _STEPS, self.scale, frames)
+        frames = model.fewest_frames() if self.short and model.frames else None
+        request = Request(width, height, self.steps or model.default_steps, self.scale, frames)
         strength = _STRENGTH if model.inputs and "strength" in model.sample_inputs else None
         arguments = model.sample_arguments(Inputs(model, self.pictures, strength), request)
         return arguments | {"generator": torch.Generator("cpu").manual_seed(_SEED), "latents": None}
@@ -130,8 +136,9 @@ def _compare(model: ModularModel) -> Verdict:
     try:
         return _compare_looking(run)
     except Exception as error:
-        # Some draw nothing of that size, and Qwen-Image's inpainting gives pictures in 8 bits only.
-        for way in ({"output": "pil"}, {"small": False}):
+        # Some draw nothing of that size or length, Qwen-Image's inpainting gives pictures in 8 bits only, and
+        # Ideogram 4 has a schedule of its own for one number of steps.
+        for way in _WAYS:
             with suppress(Exception):
                 return _compare_looking(replace(run, **way))
         raise error
@@ -162,6 +169,10 @@ def _compare_all(run: _Run) -> Verdict:
                 raise
             needs["guider"] = True  # Wan's own blocks fail without guidance: a run without is refused
             continue
+        if part := next((unit.name for unit in model.encoders if echoes[unit.name].parts_called), None):
+            return Verdict(
+                f"its blocks call parts of its {part} by themselves, which is loaded when the whole is called"
+            )
         if found[-1].differs:
             return found[-1]
     if len({each.tail for each in found}) > 1:
@@ -184,7 +195,12 @@ def _pictures_of(model: ModularModel, values: Mapping[str, Any]) -> torch.Tensor
             tensors: list[Any] = found if isinstance(found, list) else [found]
             if tensors and all(isinstance(one, Image) for one in tensors):
                 return torch.stack([handed(one) for one in tensors])  # type: ignore[misc]
-            if tensors and all(isinstance(one, torch.Tensor) and one.ndim > 2 for one in tensors):
+            if tensors and all(isinstance(one, torch.Tensor) and _is_picture(one) for one in tensors):
                 pictures: torch.Tensor = torch.cat(tensors)
                 return pictures.float() if pictures.shape[-1] in _CHANNELS else pictures.float().movedim(-3, -1)
     raise ValueError("its blocks leave no pictures in the state")
+
+
+def _is_picture(value: torch.Tensor) -> bool:
+    """Return whether a tensor is pictures, and not sound."""
+    return value.ndim > 2 and not {value.shape[-1], value.shape[-3]}.isdisjoint(_CHANNELS)

@@ -30,13 +30,14 @@ class BlockStages:
 def stages_of(blocks: Any, given: Collection[str], components: Mapping[str, Component]) -> BlockStages:
     """Return the stages of the workflow that diffusers selects for the `given` inputs.
 
-    Encoding ends with the last block that asks for a text encoder, a tokenizer or a processor of texts.
+    Encoding ends with the last block that asks for a text encoder, a tokenizer or a processor of texts, and for no
+    VAE: LTX-2's encodes pictures in the dtype of its text encoder.
     """
     defaults = {param.name: param.default for param in blocks.inputs if param.default is not None}
     chosen = blocks.get_execution_blocks(**defaults | dict.fromkeys(given, True))
     leaves = tuple(chosen.sub_blocks.values()) if chosen is not None and chosen.sub_blocks else (chosen,)
     texts = {name for name, component in components.items() if _reads_text(component)}
-    last = max((place for place, block in enumerate(leaves) if texts & asked([block])), default=-1)
+    last = max((n for n, each in enumerate(leaves) if texts & asked([each]) and "vae" not in asked([each])), default=-1)
     return BlockStages(leaves[: last + 1], leaves[last + 1 :])
 
 

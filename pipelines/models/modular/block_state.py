@@ -14,6 +14,7 @@ from ...encoding.pictures import as_handed, handed
 from ...stock.recording import Recorded
 
 STATE, PICTURED = "state", "pictured"  # the names in `Conditioning.info`
+_DTYPE = "torch."  # how the text begins that stands for a dtype
 
 
 def carried(values: Mapping[str, Any], before: Mapping[str, Any]) -> Recorded:
@@ -31,6 +32,8 @@ def carried(values: Mapping[str, Any], before: Mapping[str, Any]) -> Recorded:
             pictured.append(name)
             shown = handed(value)
             made[name] = list(shown) if isinstance(shown, tuple) else shown
+        elif isinstance(value, torch.dtype):
+            plain[name] = {_DTYPE: str(value).removeprefix(_DTYPE)}
         elif _is_plain(value):
             plain[name] = value
         else:
@@ -47,7 +50,9 @@ def restored(cond: Conditioning, device: torch.device) -> dict[str, Any]:
     tensors = replace(cond, tensors={n: v for n, v in cond.tensors.items() if n not in pictured}).to(device)
     shown = {name: cond.tensors[name] for name in pictured}
     pictures = {name: as_handed(tuple(one) if isinstance(one, list) else one) for name, one in shown.items()}
-    return {**json.loads(cond.info[STATE]), **tensors, **pictures}
+    plain = json.loads(cond.info[STATE])
+    dtypes = {name: getattr(torch, one[_DTYPE]) for name, one in plain.items() if isinstance(one, dict)}
+    return {**plain, **dtypes, **tensors, **pictures}
 
 
 def _all(value: Any, kind: type) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -54,9 +54,22 @@ def read_modular(folder: Path, dtype: torch.dtype | None) -> ModularFolder:
         if place != folder / name:
             elsewhere[name] = place
     components = read_components(folder, named, dtype, elsewhere)
+    _leave_out_rewriting(blocks, components)
     known = {spec.name for spec in blocks.expected_configs}
     config = {name: value for name, value in index.items() if name in known}
     return ModularFolder(folder, pipeline_class, blocks, components, missing, config)
+
+
+def _leave_out_rewriting(blocks: Any, there: Collection[str]) -> None:
+    """Take away blocks that rewrite inputs, such as FLUX.3's upsampler of prompts, whose models are not there.
+
+    diffusers' own way to encode a prompt as given.
+    """
+    for name, block in list(blocks.sub_blocks.items()):
+        models = {spec.name for spec in block.expected_components if spec.default_creation_method == "from_pretrained"}
+        made = {param.name for param in block.intermediate_outputs}
+        if models and made and not models & set(there) and made <= {param.name for param in block.inputs}:
+            blocks.sub_blocks.pop(name)
 
 
 def _is_component(entry: Any) -> bool:

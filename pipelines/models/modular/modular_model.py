@@ -93,8 +93,8 @@ class ModularModel(LoopModel):
         self.frame_rate = frame_rate_of(self.name)
         steps = self.sample_inputs.get(_STEP_COUNT)
         self.default_steps = steps if isinstance(steps, int) else _STEPS
-        self.takes_negative = "negative_prompt" in self.encode_inputs
-        self.guiders = sorted(name for name in asked(self.stages.sample) if name.startswith(_GUIDER))
+        self.takes_negative = _TEXTS[1] in self.encode_inputs
+        self.guiders = sorted(name for name in asked(self.stages.sample) if _GUIDER in name)
         self.distilled = not self.guiders and _SCALE in self.sample_inputs
         units, asking = parts.units, asked(self.stages.sample[: self._decoding])
         self.encoders = [u for u in units.values() if u.name in self.stages.encoders and u.role in _ENCODE]
@@ -108,7 +108,7 @@ class ModularModel(LoopModel):
     def _stages(self) -> BlockStages:
         """Return its stages. Raises ValueError or FileNotFoundError, in one line, where it has not all of them."""
         source, name = self.source, self.name
-        stages = stages_of(self.blocks, {*_TEXTS[:1], *self.inputs}, self.components)
+        stages = stages_of(self.blocks, self._given(*self.inputs), self.components)
         wanted = [
             spec.name
             for block in stages.all
@@ -130,6 +130,10 @@ class ModularModel(LoopModel):
         if not any(self._is_denoiser(each) for each in asked(stages.sample)):
             raise ValueError(f"{name} has no blocks that denoise, and cannot be staged. Run it with diffusers itself.")
         return stages
+
+    def _given(self, *pictures: str) -> set[str]:
+        """Return the inputs that a run with these pictures has. A run says how many frames it is to have."""
+        return {_TEXTS[0], *pictures, *(name for name in FRAMES if name in self.blocks._get_trigger_inputs())}
 
     @property
     def _there(self) -> set[str]:
@@ -162,7 +166,7 @@ class ModularModel(LoopModel):
         """Return whether the encoding blocks read a picture that they can do without."""
         if IMAGE not in {param.name for param in self.blocks.inputs}:
             return False
-        stages = stages_of(self.blocks, {*_TEXTS[:1], *self.inputs, IMAGE}, self.components)
+        stages = stages_of(self.blocks, self._given(*self.inputs, IMAGE), self.components)
         return IMAGE in inputs_of(stages.encode)
 
     def task(self, inputs: frozenset[str]) -> ModularModel:
@@ -419,8 +423,10 @@ class ModularModel(LoopModel):
             if size is not None and name not in taken:
                 raise ValueError(f"{self.title} takes no {name}. Leave it out.")
             arguments |= {} if size is None else {name: size}
+        if request.frames is None and self.frames in self._given():
+            raise ValueError(f"{self.title} draws as many frames as it is asked for. Set frames.")
         if request.frames is not None:
-            if self.frames is None:
+            if self.frames is None or self.frames not in taken:
                 raise ValueError(f"{self.title} makes pictures, not videos: leave frames out.")
             check_frames(self.pipeline(HOST, {}), self.title, request.frames)
             arguments[self.frames] = request.frames

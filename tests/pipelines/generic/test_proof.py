@@ -97,7 +97,12 @@ def test_an_echo_calls_the_hooks_of_modules_in_it() -> None:
         hook.remove()
     heard.clear()
     assert torch.equal(one.face(tensor), made) and not heard
-    one.face.layer.register_forward_hook(lambda module, args, made: made + 1)
+    given: list[torch.Tensor] = []
+    hook = one.face.layer.register_forward_hook(lambda module, args, made: given.extend(args) or made + 1)
+    changed = one.face(tensor)  # as Qwen-Image 2.1 takes the last norm's input for its output
+    assert not torch.allclose(changed, made, atol=1e-4) and [each.shape for each in given] == [(2, 3, 4)]
+    hook.remove()
+    one.face.layer.register_forward_hook(lambda module, args, made: made[:1])
     with pytest.raises(RuntimeError, match="a hook changes what a module gives"):
         one.face(tensor)
 

@@ -16,15 +16,19 @@ import pytest
 import torch
 from adapters import lora_files
 from ballast.pipelines.files.recognition import is_modular_folder
-from modular import made_up_blocks, modular_folders
-from modular.modular_folders import FAMILIES, Family, as_modular
+from ballast.pipelines.models.modular.block_state import restored
+from modular import made_up_blocks, modular_folders, newest
+from modular.modular_folders import FAMILIES, REFUSED, Family, as_modular
 from pictured import pipelines as pictured
 from places import ROOT
 
 Folders = Callable[[str], Path]
 STEPS, PROMPT, NEGATIVE = 3, "a red boat", "blurry, grey"
 FAST = ("flux", "flux_image", "wan")
-LONG = ("klein", "ltx_image", "qwen", "qwen_inpaint", "sd3", "zimage")
+LONG = (
+    "klein", "ltx_image", "qwen", "qwen_inpaint", "sd3", "zimage", "sdxl", "sdxl_inpaint", "anima", "flux3",
+    "krea2_turbo", "qwen21_turbo", "ernie",
+)  # fmt: skip
 BUDGET = "1GB"
 
 
@@ -60,7 +64,7 @@ class Case:
     @property
     def run(self) -> dict[str, Any]:
         shown = {word: one for word, one in self.family.given().items() if word != "images"}
-        run = {**self.family.sides(), "steps": STEPS, "frames": self.family.frames, **shown}
+        run = {**self.family.sides(), "steps": STEPS, "frames": self.family.frames, **shown, **dict(self.family.more)}
         return run if self.guidance is None else run | {"guidance": self.guidance}
 
     def encode(self, prompt: Any = PROMPT) -> Any:
@@ -68,11 +72,11 @@ class Case:
 
     def stock(self, prompt: Any = PROMPT, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         family = self.family
-        given = {**family.sides(), **family.stock_pictures(), "num_inference_steps": STEPS, "prompt": prompt, **more}
+        given = {**family.sides(), **family.stock_pictures(), "num_inference_steps": STEPS, "prompt": prompt}
         given |= {"num_frames": family.frames} if family.frames else {}
         given |= {"guidance_scale": self.guidance} if self.pipe.distilled and self.guidance else {}
         given |= {"negative_prompt": self.negative} if self.negative else {}
-        given |= {"output_type": family.output}
+        given |= {"output_type": family.output, **dict(family.more), **more}
         return modular_folders.stock(self.folder, None if self.pipe.distilled else self.guidance, **given)
 
 
@@ -89,7 +93,7 @@ def marked(name: str) -> Any:
 @pytest.mark.parametrize("name", list(map(marked, FAMILIES)))
 def test_stages_equal_its_own_call(name: str, folders: Folders, cache: Path, sim: ModuleType) -> None:
     """Resident and streamed: equal latents and pictures, nothing left, and the peaks that were planned."""
-    with pictured.without_videos():
+    with pictured.without_videos(), newest.resizing():
         case = opened(name, folders, cache, 4.0 if FAMILIES[name].guides else None)
         latents, pictures = case.stock()
         cond = case.encode()
@@ -105,8 +109,9 @@ def test_stages_equal_its_own_call(name: str, folders: Folders, cache: Path, sim
         rounding = 0.5 / 255 + 1e-5 if case.family.output == "pil" else 1e-5
         torch.testing.assert_close(decoded, pictures, atol=rounding, rtol=0)
         plan = case.pipe.plan(cond=cond, vram=BUDGET, strategy="leafwise", **case.run)
-        assert ("encode picture" in [stage.name for stage in plan.stages]) == bool(case.family.pictures)
-        if not case.family.pictures:  # else the stage of the picture may be the largest
+        seen = bool(case.family.pictures) if case.family.sees is None else case.family.sees
+        assert ("encode picture" in [stage.name for stage in plan.stages]) == seen
+        if not seen:  # else the stage of the picture may be the largest
             sim.reset_stats()
             case.pipe.sample(cond, strategy="leafwise", **case.run)
             assert 0.95 * plan.sampling.peak_vram_bytes <= sim.stats().peak_bytes <= plan.sampling.peak_vram_bytes
@@ -222,6 +227,15 @@ def test_lora_is_that_of_diffusers(folders: Folders, cache: Path, sim: ModuleTyp
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_cannot_be_staged_are_refused(name: str, folders: Folders, cache: Path) -> None:
+    """When they are opened, for the reason that the docs give."""
+    with pictured.without_videos(), pytest.raises(ValueError, match=REFUSED[name][1]) as refused:
+        ballast.open_pipeline(folders(name), device="cpu", cache_dir=cache)
+    assert "\n" not in str(refused.value)
+
+
 # A family of blocks that no line of Ballast names
 
 
@@ -277,6 +291,7 @@ def test_a_new_family_is_guided_as_its_own_call(
         ("HandingBlocks", "its blocks pass palette on from encoding to sampling, as object"),
         ("WordlessBlocks", "no blocks that encode a prompt"),
         ("UndecodedBlocks", "decodes with no vae"),
+        ("PartlyReadingBlocks", "its blocks call parts of its text_encoder by themselves"),
     ],
 )
 def test_blocks_that_cannot_run_in_stages_are_refused(
@@ -284,6 +299,32 @@ def test_blocks_that_cannot_run_in_stages_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=reason) as refused:
         ballast.open_pipeline(made_up(blocks), device="cpu", cache_dir=cache)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_block_that_rewrites_the_prompt_may_lack_its_model(made_up: Callable[..., Path], cache: Path) -> None:
+    """As FLUX.3's upsampler, which lies in a repository of its own. The prompt is encoded as given."""
+    run = {"width": 48, "height": 32}
+    plain, rewriting = (
+        ballast.open_pipeline(made_up(blocks), device="cpu", cache_dir=cache)
+        for blocks in ("MadeUpBlocks", "RewritingBlocks")
+    )
+    assert torch.equal(plain.sample(plain.encode(PROMPT), **run), rewriting.sample(rewriting.encode(PROMPT), **run))
+
+
+def test_a_dtype_crosses_the_stages(made_up: Callable[..., Path], cache: Path) -> None:
+    """As that of LTX-2's text encoder, which its decoder takes."""
+    pipe = ballast.open_pipeline(made_up("DtypeBlocks"), device="cpu", cache_dir=cache)
+    cond = pipe.encode(PROMPT)
+    assert restored(cond, torch.device("cpu"))["dtype"] == torch.float32
+    pipe.sample(cond, width=48, height=32)
+
+
+def test_a_pipeline_that_may_choose_its_frames_is_told_them(folders: Folders, cache: Path) -> None:
+    """LTX-2 has blocks that predict how long a video is; a run that says so does not run them."""
+    case = opened("ltx2", folders, cache, device="cpu")
+    with pytest.raises(ValueError, match="Set frames") as refused:
+        case.pipe.plan(**case.run | {"frames": None})
     assert "\n" not in str(refused.value)
 
 
@@ -350,4 +391,5 @@ def test_a_folder_of_both_kinds_opens_as_its_class(tiny_folders: Folders, tmp_pa
 @pytest.mark.parametrize("page", ["docs/pipelines.md", "docs/zh/pipelines.md"])
 def test_the_docs_have_every_workflow_that_is_tested(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert [line for line in text.splitlines() if "ModularPipeline` | `" in line] == modular_folders.rows()
+    rows = [line for line in text.splitlines() if "ModularPipeline` | `" in line]
+    assert rows == modular_folders.rows() + modular_folders.refused_rows()

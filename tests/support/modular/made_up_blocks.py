@@ -184,6 +184,33 @@ class ReadToObject(Read):
         values.palette = object()
 
 
+class ReadParts(Read):
+    """Calls the layers of its encoder by itself."""
+
+    def work(self, components: Any, values: Any) -> None:
+        super().work(components, values)
+        values.words = values.words + components.text_encoder.encoder.final_layer_norm(values.words)
+
+
+class ReadDtype(Read):
+    """Hands on the dtype of its encoder."""
+
+    gives = (*Read.gives, "dtype")
+
+    def work(self, components: Any, values: Any) -> None:
+        super().work(components, values)
+        values.dtype = components.text_encoder.dtype
+
+
+class Rewrite(Block):
+    """Writes another prompt, with a model that no folder here has."""
+
+    asks, takes, gives = (ComponentSpec("rewriter", transformers.T5EncoderModel),), (InputParam("prompt"),), ("prompt",)
+
+    def work(self, components: Any, values: Any) -> None:
+        values.prompt = components.rewriter(values.prompt)
+
+
 class MadeUpBlocks(SequentialPipelineBlocks):
     model_name = "made-up"
     block_classes = [Read, Dip, Paint, Show]
@@ -214,3 +241,16 @@ class WordlessBlocks(MadeUpBlocks):
 class UndecodedBlocks(MadeUpBlocks):
     block_classes = [Read, Dip, Paint]
     block_names = ["read", "dip", "paint"]
+
+
+class PartlyReadingBlocks(MadeUpBlocks):
+    block_classes = [ReadParts, Dip, Paint, Show]
+
+
+class DtypeBlocks(MadeUpBlocks):
+    block_classes = [ReadDtype, Dip, Paint, Show]
+
+
+class RewritingBlocks(MadeUpBlocks):
+    block_classes = [Rewrite, Read, Dip, Paint, Show]
+    block_names = ["rewrite", "read", "dip", "paint", "show"]

@@ -18,8 +18,11 @@ from ballast.pipelines.encoding.pictures import as_stock
 from diffusers import DiffusionPipeline, ModularPipeline
 from pictured import pipelines as pictured
 from pictured.pictures import picture
+from pipeline_classes import odd_pipelines
 
-Build = Callable[[], DiffusionPipeline]
+from . import newest
+
+Build = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Family:
     guides: bool = True
     output: str = "pt"
     config: tuple[tuple[str, Any], ...] = ()
+    sees: bool | None = None  # whether a model sees a picture before the loop, by default where one is given
+    more: tuple[tuple[str, Any], ...] = ()  # further arguments, by words that Ballast and the blocks have in common
 
     def sides(self) -> dict[str, int]:
         return dict(zip(("width", "height"), self.size, strict=True)) if self.size else {}
@@ -68,6 +73,40 @@ def _edit_plus() -> DiffusionPipeline:
     return pictured.qwen_edit(diffusers.QwenImageEditPlusPipeline)
 
 
+def _wan22_image() -> DiffusionPipeline:
+    pipe: Any = _two_experts()
+    config = dict(pipe.transformer.config) | {"in_channels": 16 + 16 + 4}
+    parts = {name: type(pipe.transformer).from_config(config) for name in ("transformer", "transformer_2")}
+    pipe.register_modules(**parts)
+    return pipe
+
+
+def _wan_vace() -> DiffusionPipeline:
+    pipe: Any = _two_experts()
+    config = dict(pipe.transformer.config) | {"vace_layers": [0, 2], "vace_in_channels": 96}
+    kind = diffusers.WanVACETransformer3DModel
+    pipe.register_modules(**{name: kind.from_config(config) for name in ("transformer", "transformer_2")})
+    return pipe
+
+
+def _krea2() -> DiffusionPipeline:
+    """Its blocks read twelve layers of an encoder of 36, whichever the folder names."""
+    pipe: Any = odd_pipelines.krea2()
+    config = pipe.text_encoder.config
+    config.text_config.num_hidden_layers = 36
+    shape = dict(pipe.transformer.config) | {"num_text_layers": 12}
+    pipe.register_modules(
+        text_encoder=type(pipe.text_encoder)(config), transformer=type(pipe.transformer).from_config(shape)
+    )
+    return pipe
+
+
+def _sdxl_control() -> DiffusionPipeline:
+    pipe: Any = odd_pipelines.sdxl()
+    control = diffusers.ControlNetModel.from_unet(pipe.unet, conditioning_channels=3)
+    return diffusers.StableDiffusionXLControlNetPipeline(**pipe.components, controlnet=control)
+
+
 def _of(name: str) -> Build:
     return tiny.FAMILIES[name].build
 
@@ -76,6 +115,7 @@ _seeded = tiny.seeded
 _VIDEO: dict[str, Any] = {"workflow": "text2video", "size": (48, 32), "frames": 9}
 _IMAGE: dict[str, Any] = {"workflow": "image2image", "pictures": ("image",)}
 _MOVES: dict[str, Any] = {**_VIDEO, "workflow": "image2video", "pictures": ("image",)}
+_STRONG = (("strength", 0.9),)
 _EDIT: dict[str, Any] = {"workflow": "image_conditioned", "pictures": ("images",), "size": None}
 
 FAMILIES: dict[str, Family] = {
@@ -109,6 +149,69 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen_edit": Family("QwenImageEditModularPipeline", _seeded(pictured.qwen_edit), **_EDIT),
     "qwen_plus": Family("QwenImageEditPlusModularPipeline", _seeded(_edit_plus), **_EDIT),
+    "klein_base_image": Family(
+        "Flux2KleinBaseModularPipeline",
+        _of("flux2_klein"),
+        **_IMAGE | {"workflow": "image_conditioned", "size": (64, 64)},
+    ),
+    "kontext_text": Family("FluxKontextModularPipeline", _seeded(pictured.kontext), guides=False),
+    "qwen_control_image": Family(
+        "QwenImageModularPipeline", _seeded(pictured.qwen_controlnet), "controlnet_image2image", ("image", "control")
+    ),
+    "qwen_control_inpaint": Family(
+        "QwenImageModularPipeline", _seeded(pictured.qwen_controlnet), "controlnet_inpainting",
+        ("image", "mask", "control"), (64, 32), output="pil",
+    ),
+    "qwen_edit_inpaint": Family(
+        "QwenImageEditModularPipeline", _seeded(pictured.qwen_edit), "image_conditioned_inpainting",
+        ("images", "mask"), None, output="pil",
+    ),
+    "qwen_layered": Family("QwenImageLayeredModularPipeline", _seeded(pictured.qwen_layered), **_EDIT),
+    "krea2": Family("Krea2ModularPipeline", _seeded(_krea2)),
+    "krea2_turbo": Family("Krea2TurboModularPipeline", _seeded(_krea2), guides=False),
+    "wan22_image": Family(
+        "Wan22Image2VideoModularPipeline", _seeded(_wan22_image), config=(("boundary_ratio", 0.9),), **_MOVES
+    ),
+    "wan_vace": Family("Wan22VaceModularPipeline", _seeded(_wan_vace), sees=True, **_VIDEO),
+    "sdxl": Family("StableDiffusionXLModularPipeline", _seeded(odd_pipelines.sdxl)),
+    "sdxl_image": Family("StableDiffusionXLModularPipeline", _seeded(odd_pipelines.sdxl), more=_STRONG, **_IMAGE),
+    "sdxl_inpaint": Family(
+        "StableDiffusionXLModularPipeline", _seeded(odd_pipelines.sdxl), "inpainting", ("image", "mask"), more=_STRONG
+    ),
+    "sdxl_control": Family(
+        "StableDiffusionXLModularPipeline", _seeded(_sdxl_control), "controlnet_text2image", ("control",), sees=False
+    ),
+    "sdxl_control_image": Family(
+        "StableDiffusionXLModularPipeline", _seeded(_sdxl_control), "controlnet_image2image", ("image", "control"),
+        more=_STRONG,
+    ),
+    "sdxl_control_inpaint": Family(
+        "StableDiffusionXLModularPipeline", _seeded(_sdxl_control), "controlnet_inpainting",
+        ("image", "mask", "control"), more=_STRONG,
+    ),
+    "flux3_distilled_image": Family(
+        "Flux3DistilledModularPipeline", newest.flux3_distilled, guides=False,
+        **_IMAGE | {"workflow": "image_conditioned", "size": (64, 64)},
+    ),
+    "flux2": Family("Flux2ModularPipeline", newest.flux2, guides=False),
+    "flux2_image": Family(
+        "Flux2ModularPipeline", newest.flux2, guides=False,
+        **_IMAGE | {"workflow": "image_conditioned", "size": (64, 64)},
+    ),
+    "flux3": Family("Flux3ModularPipeline", newest.flux3),
+    "flux3_image": Family(
+        "Flux3ModularPipeline", newest.flux3, **_IMAGE | {"workflow": "image_conditioned", "size": (64, 64)}
+    ),
+    "flux3_distilled": Family("Flux3DistilledModularPipeline", newest.flux3_distilled, guides=False),
+    "qwen21": Family("QwenImage21ModularPipeline", newest.qwenimage21),
+    "qwen21_turbo": Family("QwenImage21TurboModularPipeline", newest.qwenimage21, guides=False),
+    "anima": Family("AnimaModularPipeline", newest.anima),
+    "anima_image": Family("AnimaModularPipeline", newest.anima, **_IMAGE | {"workflow": "img2img"}),
+    "ernie": Family("ErnieImageModularPipeline", newest.ernie, size=(64, 32)),
+    "helios": Family("HeliosModularPipeline", newest.helios, **_VIDEO),
+    "helios_image": Family("HeliosModularPipeline", newest.helios, **_MOVES),
+    "ltx2": Family("LTX2ModularPipeline", newest.ltx2, **_VIDEO | {"size": (64, 32)}),
+    "ltx2_image": Family("LTX2ModularPipeline", newest.ltx2, **_MOVES | {"size": (64, 32)}),
     "sd3": Family("StableDiffusion3ModularPipeline", _of("sd3")),
     "sd3_image": Family("StableDiffusion3ModularPipeline", _of("sd3"), **_IMAGE),
     "wan": Family("WanModularPipeline", _of("wan"), **_VIDEO),
@@ -121,12 +224,42 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
+REFUSED: dict[str, tuple[Family, str]] = {
+    "cosmos3": (
+        Family("Cosmos3OmniModularPipeline", newest.cosmos3, **_VIDEO), "has no blocks that encode a prompt"
+    ),
+    "ideogram4": (
+        Family("Ideogram4ModularPipeline", newest.ideogram4, guides=False),
+        "its blocks call parts of its text_encoder by themselves",
+    ),
+    "ltx25": (Family("LTX25ModularPipeline", newest.ltx25, **_VIDEO), "decodes with no vae"),
+    "minimax_h3": (
+        Family("MiniMaxH3ModularPipeline", newest.minimax_h3, **_VIDEO | {"workflow": "t2va"}),
+        "its blocks call parts of its text_encoder by themselves",
+    ),
+}  # fmt: skip
+
+
 def save(name: str, folder: Path) -> Path:
     """Write a family's folder."""
-    family = FAMILIES[name]
+    family = FAMILIES[name] if name in FAMILIES else REFUSED[name][0]
     with pictured.without_videos():
+        if family.build.__module__ == newest.__name__:
+            return _of_parts(newest.seeded(family.build), folder, family.class_name, **dict(family.config))
         family.build().save_pretrained(folder.with_name(f"{folder.name}_class"), safe_serialization=True)
     return as_modular(folder.with_name(f"{folder.name}_class"), folder, family.class_name, None, **dict(family.config))
+
+
+def _of_parts(parts: dict[str, Any], folder: Path, class_name: str, **config: Any) -> Path:
+    """Write parts into a folder that names a modular pipeline of them."""
+    named = {}
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+        library = "diffusers" if type(part).__module__.startswith("diffusers") else "transformers"
+        if "pipelines.ltx2" in type(part).__module__:
+            library = "ltx2"
+        named[name] = [library, type(part).__name__]
+    return _with_index(folder, named, class_name, getattr(diffusers, class_name).default_blocks_name, **config)
 
 
 def as_modular(family: Path, folder: Path, class_name: str, blocks: str | None = None, **config: Any) -> Path:
@@ -134,12 +267,17 @@ def as_modular(family: Path, folder: Path, class_name: str, blocks: str | None =
     shutil.copytree(family, folder)
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     (folder / "model_index.json").unlink()
+    kinds = {name: kind for name, kind in index.items() if isinstance(kind, list) and None not in kind}
+    return _with_index(
+        folder, kinds, class_name, blocks or getattr(diffusers, class_name).default_blocks_name, **config
+    )
+
+
+def _with_index(folder: Path, kinds: dict[str, list[str]], class_name: str, blocks: str, **config: Any) -> Path:
     named = {
         name: [*kind, {"type_hint": kind, "pretrained_model_name_or_path": "org/model", "subfolder": name}]
-        for name, kind in index.items()
-        if isinstance(kind, list) and None not in kind
+        for name, kind in kinds.items()
     }
-    blocks = blocks or getattr(diffusers, class_name).default_blocks_name
     text = json.dumps({"_class_name": class_name, "_blocks_class_name": blocks, **named, **config})
     (folder / "modular_model_index.json").write_text(text, encoding="utf-8")
     return folder
@@ -151,11 +289,13 @@ def stock(
     """Run a folder's own call on the CPU: the latents that its VAE decodes, and the pictures [B,(F),H,W,3] in 0..1."""
     pipe: Any = ModularPipeline.from_pretrained(folder, local_files_only=True)
     pipe.load_components(local_files_only=True)
-    for name in ("guider", "guider_2") if guidance is not None else ():
+    for name in ("guider", "guider_2", "audio_guider") if guidance is not None else ():
         if hasattr(pipe, name):
             pipe.update_components(**{name: getattr(pipe, name).new(guidance_scale=guidance, enabled=True)})
     if prepare is not None:
         prepare(pipe)
+    if getattr(pipe, "prompt_upsampler", True) is None:  # FLUX.3's own way to encode a prompt as given
+        pipe._blocks.sub_blocks.pop("prompt_upsampler")
     seen: list[torch.Tensor] = []
     decode = pipe.vae.decode
 
@@ -168,6 +308,8 @@ def stock(
     made = pipe(generator=torch.Generator("cpu").manual_seed(0), **{"output_type": "pt"} | inputs)
     pictures = made.get("videos") if made.get("videos") is not None else made.get("images")
     (latents,) = seen
+    if isinstance(pictures, list) and isinstance(pictures[0], torch.Tensor):
+        pictures = torch.cat(pictures)  # the layers of each prompt
     if isinstance(pictures, list):
         pictures = torch.stack([torch.from_numpy(np.array(one)) / 255 for one in pictures]).movedim(-1, -3)
     return latents, pictures.float().movedim(-3, -1)
@@ -179,3 +321,8 @@ def rows() -> list[str]:
     for family in FAMILIES.values():
         found.setdefault(family.class_name, []).append(f"`{family.workflow}`")
     return [f"| `{name}` | {', '.join(workflows)} |" for name, workflows in sorted(found.items())]
+
+
+def refused_rows() -> list[str]:
+    """The rows of the table of modular pipelines that are refused."""
+    return sorted(f"| `{family.class_name}` | `{reason}` |" for family, reason in REFUSED.values())

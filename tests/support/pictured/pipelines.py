@@ -123,13 +123,15 @@ def without_videos() -> Iterator[None]:
     """Let Qwen's processor be without its part for videos, which needs torchvision and which no pipeline asks."""
     kinds = (transformers.Qwen2_5_VLProcessor, transformers.Qwen3VLProcessor)
 
-    def made(self: Any, image_processor: Any = None, tokenizer: Any = None, **more: Any) -> None:
+    def made(
+        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **more: Any
+    ) -> None:
         for name in ("image", "video", "vision_start", "vision_end"):
             word = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
             setattr(self, f"{name}_token", word)
             setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(word))
         kind = next(kind for kind in kinds if isinstance(self, kind))
-        super(kind, self).__init__(image_processor, tokenizer, **more)
+        super(kind, self).__init__(image_processor, tokenizer, chat_template=chat_template, **more)
 
     with ExitStack() as exits:
         for kind in kinds:
