@@ -83,6 +83,8 @@ def _for_stripes(node: LazyTensor) -> int:
 def materialize(node: LazyTensor, with_statistics: bool = False, as_one: bool = False) -> None:
     """Make all rows and hold them on the device or in RAM; `as_one` makes them one tensor, which the host may read."""
     if node.memory is None:
+        for one in _read_again(node):
+            materialize(one)
         memory, statistics = _materialized(node, with_statistics, as_one)
         node.made_from.update(materialized_sources(node))
         node.materialize_as(memory)
@@ -229,6 +231,12 @@ def _inside(node: LazyTensor) -> list[LazyTensor]:
             found[one] = None
             waiting += one.inputs
     return list(found)
+
+
+def _read_again(node: LazyTensor) -> list[LazyTensor]:
+    """Return the sums that a tensor is made from and the caller holds, as where a skip connection begins."""
+    inside = reversed(_inside(node)[1:])
+    return [one for one in inside if one.heavy and not one.operations and len(one.inputs) > 1 and one.is_held]
 
 
 def materialized_sources(node: LazyTensor) -> list[LazyTensor]:

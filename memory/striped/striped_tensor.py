@@ -14,6 +14,7 @@ from ..errors import is_out_of_memory
 from . import layers as layers
 from . import pointwise as pointwise
 from . import reshapes as reshapes
+from . import striped_attention as striped_attention
 from .arena import Buffer, StripeMemory
 from .chunked_calls import NotStripedError, handlers
 from .lazy_tensor import LazyTensor, materialized_tensor
