@@ -50,7 +50,16 @@ TEMPLATES: dict[str, tuple[str, dict[str, Any], tuple[int, int], dict[str, str]]
         (6, 12),
         {"text_encoder": "qwen_2.5_vl_7b_fp8_scaled", "transformer": "qwen_image_edit_2509_fp8_e4m3fn"},
     ),
-    # Not "10 Wan 2.2 video in 4 steps": its decode is planned at 32.5 s, and is shown as 32 or 33 s.
+    "10 Wan 2.2 video in 4 steps": (
+        "Wan2.2-T2V-A14B",
+        {"width": 832, "height": 480, "frames": 81, "steps": 4, "guidance": 1.0, "shift": 5.0},
+        (8, 12),
+        {
+            "text_encoder": "umt5_xxl_fp8_e4m3fn_scaled",
+            "transformer": "wan2.2_t2v_high_noise_14B_fp8_scaled",
+            "transformer_2": "wan2.2_t2v_low_noise_14B_fp8_scaled",
+        },
+    ),
     "11 Qwen-Image with a Lightning LoRA": (
         "Qwen-Image",
         {"width": 1024, "height": 1024, "steps": 8, "guidance": 1.0, "shift": 3.0},
