@@ -324,7 +324,6 @@ class DiffusersModel:
         import transformers
 
         return {
-            "format": 3,  # to be raised when dry runs give other results
             "pipeline": self.pipeline_class.__name__,
             "libraries": [torch.__version__, diffusers.__version__, transformers.__version__],
             "config": self.parts.config,

@@ -293,7 +293,6 @@ class ModularModel(LoopModel):
         import transformers
 
         return {
-            "format": 1,  # to be raised when dry runs give other results
             "pipeline": self.name,
             "blocks": type(self.blocks).__name__,
             "inputs": sorted(self.inputs),

@@ -127,7 +127,6 @@ class NewbieModel(LoopModel):
 
         layout = self.layout
         return {
-            "format": 1,
             "pipeline": self.name,
             "libraries": [torch.__version__, diffusers.__version__, transformers.__version__],
             "configs": [dict(p.config) for p in (layout.transformer, layout.gemma, layout.jina, layout.vae)],

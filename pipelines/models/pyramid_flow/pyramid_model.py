@@ -123,7 +123,6 @@ class PyramidFlowModel(LoopModel):
         import transformers
 
         return {
-            "format": 1,
             "pipeline": self.name,
             "libraries": [torch.__version__, diffusers.__version__, transformers.__version__],
             "transformer": config_of(self.denoisers[0]),

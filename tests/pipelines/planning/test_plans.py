@@ -27,7 +27,7 @@ from ballast.memory.planning.planner import make_plan
 from ballast.memory.planning.room import Room
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.models.hidream import HiDreamModel
-from ballast.pipelines.planning import forecast_cache
+from ballast.pipelines.planning import forecast_cache, forecasts
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
 from places import TESTS
 from safetensors.torch import load_file, save_file
@@ -259,6 +259,24 @@ def test_damaged_forecasts_are_made_again(damage: str, tiny_folders: Folders, tm
     assert pipe.plan(**size, cond=cond, vram="1GB").peak_vram_bytes == expected
     assert torch.equal(pipe.sample(cond, **size), latents)
     assert all(file.read_text() != damage for file in files)
+
+
+def test_forecasts_of_another_release_are_made_again(
+    tiny_folders: Folders, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", cache_dir=tmp_path)
+    size: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "prompt": "a boat", "vram": "1GB"}
+    forecast_cache._ram.clear()
+    pipe.plan(**size)
+    known = len(list((tmp_path / "forecasts").glob("*.json")))
+    pipe.plan(**size)
+    assert len(list((tmp_path / "forecasts").glob("*.json"))) == known
+    for release, code in (("next", "peak = 1"), ("after", "peak = 2")):
+        (room := tmp_path / release / "memory").mkdir(parents=True)
+        (room / "dry_run.py").write_text(code)
+        monkeypatch.setattr(forecasts, "_PACK", tmp_path / release)
+        pipe.plan(**size)
+    assert len(list((tmp_path / "forecasts").glob("*.json"))) == 3 * known
 
 
 @pytest.mark.parametrize("name", ["flux", "hidream", "wan", "pixart_sigma"])
