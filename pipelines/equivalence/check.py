@@ -21,7 +21,6 @@ from .verdicts import Verdict
 if TYPE_CHECKING:
     from ..models.diffusers.diffusers_model import DiffusersModel
 
-_PROOF = 5  # to be raised when proofs end in another way
 # Errors of code that no shapes can be run through (AnyFlow-FAR's FlexAttention), whatever the stock call is given.
 _ON_SHAPES = re.compile(r"\bmeta\b|in a dry run this one has none")
 log = logging.getLogger("ballast")
@@ -148,7 +147,7 @@ def _place_of_proof(
             name: type(value).__name__ if isinstance(value, str) or is_embeddings(value) else value
             for name, value in options.items()
         }
-    return model.claims.cache.directory / "proofs", model.forecaster.key(stage="proof", format=_PROOF, **task)
+    return model.claims.cache.directory / "proofs", model.forecaster.key(stage="proof", **task)
 
 
 def _task(model: DiffusersModel) -> dict[str, Any]:

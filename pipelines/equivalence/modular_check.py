@@ -29,7 +29,6 @@ from .verdicts import Modules, Verdict, compare, echoes_of
 if TYPE_CHECKING:
     from ..models.modular.modular_model import ModularModel
 
-_PROOF = 2  # to be raised when proofs end in another way
 _PROMPT, _SEED, _STEPS, _SIDE = "a red boat", 0, 2, 64  # pixels; or the next size that it draws
 _STRENGTH = 0.8  # by which some steps are left out
 _CHANNELS = (3, 4)  # of a picture
@@ -44,7 +43,7 @@ log = logging.getLogger("ballast")
 def prove_modular(model: ModularModel) -> None:
     """Accept the model. Raise ValueError, in one line, where its stages would not end as its own call does."""
     directory = model.claims.cache.directory / "proofs"
-    key = model.forecaster.key(stage="proof", format=_PROOF)
+    key = model.forecaster.key(stage="proof")
     verdict = verdicts.recall(directory, key)
     if verdict is None:
         log.info("Ballast: comparing %s in stages with its own call, once for these versions", model.name)
