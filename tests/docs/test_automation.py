@@ -45,6 +45,20 @@ def test_all_systems_run_the_targets_of_the_makefile() -> None:
     assert called == ["demo", "test"] and set(called) <= targets()
 
 
+def test_hosts_are_the_oldest_one_that_of_the_tests_and_the_newest() -> None:
+    workflow = load(ROOT / ".github" / "workflows" / "hosts.yml")
+    hosts = workflow["jobs"]["host"]["strategy"]["matrix"]["include"]
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    oldest = re.findall(r'^requires-comfyui = ">=(.+)"$', text, re.MULTILINE)
+    assert [f"v{oldest[0]}", "master"] == [hosts[0]["comfyui"], hosts[-1]["comfyui"]]
+    assert hosts[0]["python"] == re.findall(r'^requires-python = ">=(.+)"$', text, re.MULTILINE)[0]
+    assert {host["os"].split("-")[0] for host in hosts} == {"ubuntu", "windows", "macos"}
+    assert workflow[True]["schedule"]
+    for step in steps(workflow):
+        for path in re.findall(r"pytest (\S+)", step.get("run", "")):
+            assert (ROOT / path).is_file()
+
+
 def test_only_a_tag_that_passed_the_tests_is_published() -> None:
     workflow = load(ROOT / ".github" / "workflows" / "publish.yml")
     assert workflow[True] == {"push": {"tags": ["v*.*.*"]}}  # `on`, which YAML takes for a boolean
