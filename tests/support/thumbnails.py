@@ -48,13 +48,13 @@ def is_alike(kept: Image.Image, drawn: Image.Image) -> bool:
 
 
 def _drawn(name: str, plans: Sequence[Any]) -> Image.Image:
-    """The charts below a band with the template's name, by which thumbnails are told apart."""
+    """The charts below a band with the template's name, to the right of the badge that ComfyUI's page lays over it."""
     charts = draw_plans(plans, WIDTH, max(LEAST, (HEIGHT - BAND) // len(plans)))
     whole = Image.new("RGB", (WIDTH, BAND + charts.height), GROUND)
     whole.paste(charts, (0, BAND))
     model, kind = re.fullmatch(r"\d+ (\S+(?: [\d.]+)?) (.+)", name).groups()  # type: ignore[union-attr]
     pen = ImageDraw.Draw(whole)
-    pen.text((28, 16), model, INK, ImageFont.load_default(50))
-    pen.text((28, 74), f"{kind}, before the run", MUTED, ImageFont.load_default(32))
+    pen.text((WIDTH - 28, 16), model, INK, ImageFont.load_default(50), anchor="ra")
+    pen.text((WIDTH - 28, 74), f"{kind}, before the run", MUTED, ImageFont.load_default(32), anchor="ra")
     whole.thumbnail((WIDTH, HEIGHT))
     return whole
