@@ -111,7 +111,7 @@ def _padded(
     above, below = pad[at : at + 2] if at < len(pad) else (0, 0)
     if not above and not below:
         return local(function, (input, pad), {"mode": mode, "value": value}, input.axis)
-    if above < 0 or below < 0 or mode not in ("constant", "replicate"):
+    if above < 0 or below < 0 or mode not in ("constant", "replicate", "reflect"):
         raise NotStripedError
     shape = shape_of(function, (input, pad), {"mode": mode, "value": value})
 
@@ -119,7 +119,22 @@ def _padded(
         here = [*pad[:at], top, bottom, *pad[at + 2 :]]
         return function(rows, here, mode=mode, value=value) if any(here) else rows
 
-    return Window(input.arena, shape.shape, shape.dtype, input.axis, input, make, 1, 1, above)
+    operator = _Reflected if mode == "reflect" else Window
+    return operator(input.arena, shape.shape, shape.dtype, input.axis, input, make, 1, 1, above)
+
+
+class _Reflected(Window):
+    """A padding whose rows mirror those on the other side of the first or last row."""
+
+    def _sources(self, start: int, stop: int) -> list[tuple[LazyTensor, int, int]]:
+        first, last = self._reached(start, stop)
+        ((source, low, high),) = super()._sources(start, stop)
+        top, bottom = max(0, -first), max(0, last - source.length)
+        return [(source, min(low, source.length - 1 - bottom), max(high, top + 1))]
+
+    def _peak_bytes(self, rows: int) -> int:
+        margin = max(self._above, self.length - self.inputs[0].length - self._above)
+        return super()._peak_bytes(max(rows, min(2 * margin + 1, self.length)))
 
 
 @handles("interpolate")

@@ -163,6 +163,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pad replicate": lambda x: F.pad(x, (2, 1, 4, 3), mode="replicate"),
     "pad with 3": lambda x: F.pad(x, (0, 0, 30, 2), value=3.0),
     "pad reflect": lambda x: F.pad(x, (2, 1, 4, 3), mode="reflect"),
+    "pad reflect far": lambda x: F.pad(F.pad(x, (0, 0, 22, 0), mode="reflect"), (3, 0, 1, 40), mode="reflect"),
+    "pad reflect below": lambda x: F.pad(x * 2, (0, 0, 0, 22), mode="reflect"),
     "pad negative": lambda x: F.pad(x, (0, 0, -2, -3)),
     "pool": lambda x: F.avg_pool2d(x, 2),
     "pool max": lambda x: F.max_pool2d(x, 3, 2),

@@ -54,7 +54,7 @@ def test_skip_connections_are_not_made_again_in_each_block(name: str) -> None:
     )
     whole = forecast.units["vae"]
     found, _ = striped.forecast(other, call(other), torch.empty(shape), budget_bytes=int(0.75 * whole.peak_bytes))
-    assert found.peak_bytes < 0.85 * whole.peak_bytes
+    assert found.peak_bytes <= 0.75 * whole.peak_bytes
     assert found.operations <= 1.15 * whole.operations.total
 
 
