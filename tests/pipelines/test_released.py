@@ -70,6 +70,7 @@ def compared(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict
         try:
             inputs = pipe.model.inputs_of(pictures(task))
             inputs.model.batch_differs(pipe.model, inputs.own)
+            check.cut_differs(inputs.model, pipe.model)
         except (ValueError, TypeError) as error:
             print(f"{pipe.name}, {name}: {error}")
     return kept
