@@ -15,7 +15,7 @@ from ..planning.stripes import Pass
 from ..rates import ASSUMED
 from ..simulated.card import current_card
 from .arena import StripeMemory
-from .grids import LargeGrids
+from .factories import LargeFactories
 from .materialize import settle, to_host
 from .striped_tensor import StripedTensor, striped
 
@@ -67,8 +67,9 @@ def run(
     fuses = current_card().fuses if found.type == "meta" else Accelerator(found).fuses
     arena = StripeMemory(found, budget_bytes, settle, ram_bytes, on_stripe, operations_per_byte, every, fuses)
     try:
-        with torch.inference_mode(), LargeGrids(arena):
-            result = function(*(striped(tensor, arena) for tensor in tensors))
+        with torch.inference_mode():
+            with LargeFactories(arena):
+                result = function(*(striped(tensor, arena) for tensor in tensors))
             return tree_map_only(torch.Tensor, _to_host, result)
     except BaseException as error:
         release_frames(error)

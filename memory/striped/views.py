@@ -189,10 +189,14 @@ def _picked(function: Any, x: LazyTensor, index: Any) -> LazyTensor:
 def replaced(x: LazyTensor, index: Any, value: Any) -> LazyTensor:
     """Return `x` with `x[index] = value` done.
 
-    Raises NotStripedError unless the index selects along exactly one dimension, which is not that of the rows.
+    Raises NotStripedError unless the index selects along one dimension, which is not that of the rows, or all of it.
     """
     items = _indices(x, index)
     wanted = [dim for dim, item in enumerate(items) if item != slice(None)]
+    if not wanted and isinstance(value, int | float):
+        return filled(x, x.shape, float(value))
+    if not wanted and isinstance(value, LazyTensor) and (value.shape, value.dtype) == (x.shape, x.dtype):
+        return value
     if len(wanted) != 1 or None in items or wanted[0] == x.axis:
         raise NotStripedError
     dim, item = wanted[0], items[wanted[0]]

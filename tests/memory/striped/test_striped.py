@@ -21,7 +21,7 @@ from ballast.memory.planning.dry_run import dry_run, lay_weights
 from ballast.memory.planning.stripes import Pass, blocks, device_rows, is_cheaper_made, stripe_height, stripes
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.simulated.dry import DEVICE, dry_card
-from ballast.memory.striped import grids
+from ballast.memory.striped import factories
 from ballast.memory.striped import striped_attention as attention
 from ballast.memory.striped.running_variance import RunningVariance
 from host import find_host, host_python
@@ -310,7 +310,7 @@ def test_small_and_narrow_latents(size: tuple[int, int], sim: ModuleType) -> Non
 
 def test_mask_of_all_places_need_not_exist(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """HunyuanVideo's attention to earlier frames: 45 by 45 places here, 130,000 by 130,000 in a video of 33 frames."""
-    monkeypatch.setattr(grids, "_LARGE", 45 * 45)
+    monkeypatch.setattr(factories, "_LARGE", 45 * 45)
     vae, latents, whole = on_device("hunyuan video", sim)
     found, peak = peak_of(
         lambda: striped.run(lambda z: striped_vaes.decode(vae, z), latents, device="sim", budget_bytes=500_000), sim
@@ -324,6 +324,26 @@ def test_mask_of_all_places_need_not_exist(sim: ModuleType, monkeypatch: pytest.
     )
     assert video.shape == (1, 3, 5, 720, 1280)
     assert taken.peak_bytes <= 2 * GB < 4 * (2 * 90 * 160) ** 2
+
+
+def test_maps_that_a_module_fills_are_not_made_whole(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVAE's writes each part of a map into one of `torch.empty`."""
+    monkeypatch.setattr(factories, "_LARGE", 10**5)
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        parts = torch.empty((1, 12, *x.shape[2:]), dtype=x.dtype, device=x.device)
+        parts[:, :4] = torch.ones(1, 4, *x.shape[2:], dtype=x.dtype, device=x.device)
+        same = torch.zeros(x.shape, device=x.device)
+        same[...] = torch.sigmoid(x)
+        parts[:, 4:] = same
+        same[...] = 7.0  # after it was read, so that no value is shared
+        small = torch.zeros(1, 12, 1, 1, device=x.device)
+        return torch.cat([parts * 2 + small, same], dim=1)
+
+    x = torch.randn(1, 8, 512, 64, generator=torch.Generator().manual_seed(1))
+    found, peak = peak_of(lambda: striped.run(fill, x, device="sim", budget_bytes=400_000), sim)
+    assert torch.equal(found, fill(x))
+    assert peak <= 400_000 < found.nbytes
 
 
 @pytest.mark.parametrize("budget", [150_000, 400_000])

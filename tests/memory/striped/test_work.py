@@ -39,6 +39,7 @@ PUBLISHED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...], Call]] = {
     "hunyuan video 1.5": (diffusers.AutoencoderKLHunyuanVideo15, {}, (1, 32, 3, 30, 52), decoding),
     "hunyuan video": (diffusers.AutoencoderKLHunyuanVideo, {}, (1, 16, 2, 60, 104), decoding),
     "ltx 2": (diffusers.AutoencoderKLLTX2Video, {}, (1, 128, 5, 16, 22), decoding),
+    "kvae video": (diffusers.AutoencoderKLKVAEVideo, {}, (1, 16, 1, 60, 104), decoding),
 }
 
 
