@@ -130,17 +130,14 @@ def test_every_node_is_as_in_the_snapshot(host: HostServer) -> None:
             ]
             llama = info["input"]["optional"]["llama"][1]
             assert llama["options"].pop() == "Meta-Llama-3.1-8B-Instruct"
-        # Other tests put files there.
-        for slot in info["input"]["required"].values() if name == "BallastLoadNewBie" else ():
-            if slot[0] == "COMBO":
-                slot[1]["options"], slot[1]["default"] = (
-                    ["choose a file"],
-                    "choose a file",
-                )
-        if name == "BallastLoadModelFiles":
-            for slot in (slot for group in ("required", "optional") for slot in info["input"][group].values()):
-                if slot[1].get("default") in ("none", "choose a file"):
-                    del slot[1]["options"]
+        # Lists of files, which templates and other tests put there.
+        for group in ("required", "optional"):
+            for key, (kind, wanted) in expected["input"].get(group, {}).items():
+                if kind == "COMBO" and wanted.get("options", []) in ([], ["none"], ["choose a file"]):
+                    given = info["input"][group][key][1]
+                    for fact in ("options", "default"):
+                        given.pop(fact, None)
+                        given |= {fact: wanted[fact]} if fact in wanted else {}
         assert info == expected
 
 
