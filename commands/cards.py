@@ -143,11 +143,14 @@ def sampler(pipe: Pipeline, cards: int, processes: int | None = None) -> Pipelin
     from ..memory.planning.cards import ram_share
     from ..memory.planning.fit import sizes_of
     from ..memory.planning.planner import window_bytes
+    from ..memory.weights import direct
 
     count = processes or _here()
     if cards == 1 or pipe.ram_bytes is None or any(unit.source() is None for unit in pipe.denoisers):
         return pipe
     weights_bytes = sum(unit.size_bytes for unit in pipe.denoisers)
+    if processes is None and count * pipe.ram_bytes >= weights_bytes:
+        direct.share_cache()
     least_bytes = 2 * max(window_bytes(sizes_of(unit), "streamed") for unit in pipe.denoisers)
     own_bytes = ram_share(count * pipe.ram_bytes, weights_bytes, least_bytes, count)
     return pipe.within(pipe.vram_bytes, own_bytes, pipe.keep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 import sys
 import weakref
 from collections.abc import Callable
@@ -23,12 +24,12 @@ MB = 2**20
 _BUS = Path("/sys/bus/pci/devices")
 
 
-def is_wddm(kind: str, platform: str = sys.platform) -> bool:
-    """Return whether Windows manages a kind of device (WDDM).
+def is_wddm(kind: str, system: str = sys.platform, release: str = platform.release()) -> bool:
+    """Return whether Windows manages a kind of device (WDDM), as it does for Linux inside of Windows (WSL).
 
     Its driver queues commands in batches, and pages silently.
     """
-    return kind == "cuda" and platform == "win32"
+    return kind == "cuda" and (system == "win32" or (system == "linux" and "microsoft" in release.lower()))
 
 
 class Peaks(NamedTuple):
@@ -80,13 +81,18 @@ class Accelerator:
         return self._mem_get_info()[1]
 
     def free_bytes(self) -> int:
-        """Return the bytes that an allocation could get now, including this process's own cached blocks."""
+        """Return the bytes that an allocation could get now, including this process's own cached blocks.
+
+        A limit by `torch.cuda.set_per_process_memory_fraction` counts.
+        """
         if self.is_cpu:
             return ram.available_bytes()
         if self.device.type == "mps":
             return max(0, torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
-        cached = self._count("memory_reserved") - self._count("memory_allocated")
-        return self._mem_get_info()[0] + max(0, cached)
+        reserved = self._count("memory_reserved")
+        free, total = self._mem_get_info()
+        share = getattr(self._module, "get_per_process_memory_fraction", lambda device: 1.0)(self.device)
+        return min(free, max(0, int(share * total) - reserved)) + max(0, reserved - self._count("memory_allocated"))
 
     def allocated_bytes(self) -> int:
         """Return the bytes in live tensors of this process."""
@@ -126,7 +132,8 @@ class Accelerator:
         if self.device.type != "cuda" or not torch.cuda.is_initialized():  # no context: the driver counts nothing yet
             return
         used = nvml.used_bytes(str(getattr(torch.cuda.get_device_properties(self.device), "uuid", "")))
-        self._outside = 0 if used is None else max(0, used - self._count("memory_reserved"))
+        free, total = self._mem_get_info()
+        self._outside = _outside(used, self._count("memory_reserved"), total - free)
 
     def take_peak_bytes(self) -> int:
         """Return the peak of `allocated_bytes` since the last call. See `take_peaks`."""
@@ -210,13 +217,13 @@ class Accelerator:
     def default_reserve_bytes(self) -> int:
         """Return the bytes left to the desktop and other programs when the user names no budget.
 
-        For example 400 MB on Linux and 600 MB on Windows.
+        For example 400 MB on Linux and 600 MB under Windows.
         """
         if self.device.type in ("cpu", simulated.DEVICE_TYPE):
             return 0
         if self.device.type == "mps":
             return 1024 * MB
-        return (600 if sys.platform == "win32" else 400) * MB
+        return (600 if sys.platform == "win32" or is_wddm(self.device.type) else 400) * MB
 
     def _count(self, counter: str) -> int:
         read = getattr(self._module, counter, None)
@@ -245,6 +252,15 @@ class Accelerator:
 
     def __repr__(self) -> str:
         return f"Accelerator({self.device}, {self.name}, {format_bytes(self.total_bytes())})"
+
+
+def _outside(used: int | None, reserved: int, taken: int) -> int:
+    """Return the bytes beside the `reserved` ones of the allocator, where the driver counts `used` for this process.
+
+    0 if it does not tell, or tells more than is `taken` on the card: in a container another process may have our
+    number.
+    """
+    return 0 if used is None or used > taken else max(0, used - reserved)
 
 
 def _link_width(slot: str) -> str:
@@ -278,9 +294,8 @@ def _has_kernel(
     mask = None if attn_mask is None else _stand_in(attn_mask, device)
     if device.type != "cuda":
         try:
-            return bool(
-                torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-            )
+            chosen = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return chosen > 0  # 0 is the way with a matrix of scores, -1 an error
         except NotImplementedError:  # torch chooses no kernel for this device
             return False
     backends = torch.backends.cuda

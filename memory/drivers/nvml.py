@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 
@@ -28,11 +29,8 @@ def used_bytes(uuid: str, pid: int | None = None, library: str = _LIBRARY) -> in
     `pid` is by default this process. Returns None if the figure is not available: without the library, under Windows,
     and in a container with its own process ids.
     """
-    try:
-        nvml = ctypes.CDLL(library)
-        if nvml.nvmlInit_v2() != 0:
-            return None
-    except (OSError, AttributeError):
+    nvml = _opened(library)
+    if nvml is None:
         return None
     try:
         card, count, found = ctypes.c_void_p(), ctypes.c_uint(_MOST), (_Process * _MOST)()
@@ -43,8 +41,16 @@ def used_bytes(uuid: str, pid: int | None = None, library: str = _LIBRARY) -> in
             return None
     except AttributeError:  # an old library without one of these functions
         return None
-    finally:
-        nvml.nvmlShutdown()
     mine = os.getpid() if pid is None else pid
     told = [each.used_bytes for each in found[: count.value] if each.pid == mine and each.used_bytes != _NOT_TOLD]
     return max(told, default=None)
+
+
+@functools.cache
+def _opened(library: str) -> ctypes.CDLL | None:
+    """Return the library, begun once for the process: on a node of many cards that takes seconds. None if it fails."""
+    try:
+        nvml = ctypes.CDLL(library)
+        return nvml if nvml.nvmlInit_v2() == 0 else None
+    except (OSError, AttributeError):
+        return None

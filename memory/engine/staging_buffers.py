@@ -6,6 +6,7 @@ asynchronous copy takes the group to its slot in the ring. See [Note: Staging].
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -18,9 +19,9 @@ import torch
 
 from ..host import management as host
 from ..planning.ring_offsets import WINDOWS
-from ..weights import hostbuffer
+from ..weights import direct, hostbuffer
 from ..weights.encoding import Source, extents
-from ..weights.reader import BATCH_BYTES, STAGING_THREADS, FileExtent, batches, extents_of, read_batch
+from ..weights.reader import BATCH_BYTES, STAGING_THREADS, FileExtent, batches, extents_of, fill_batch, read_batch
 from ..weights.stored import Stored
 from .ring import RingSlot, WeightGroup
 from .streams import Queues
@@ -41,6 +42,7 @@ from .streams import Queues
 # Buffers are filled ahead for the next groups (`ahead`). Such a prefetched content is given up if another group needs
 # the buffer now (`_idle`). If all contents are already due to slots, the latest of these is given up (`_taken_back`).
 
+_LOOK_SECONDS = 0.2  # a slow disk is waited for so long before the host is asked again whether to stop
 _TAKEN_AWAY = "the model was taken off the device while it ran."
 
 Part = FileExtent | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and its byte in the staging buffer
@@ -99,8 +101,9 @@ class StagingBuffers:
         self._closed = False
         self._coming: list[WeightGroup] = []
         self._due: deque[RingSlot] = deque()  # slots whose copies wait for a read, or for the slots before them
+        self._room = direct.chunk_bytes(nbytes * WINDOWS)
         # It starts work in the order of `submit`.
-        self._pool = ThreadPoolExecutor(STAGING_THREADS, "ballast-reader-staging")
+        self._pool = ThreadPoolExecutor(STAGING_THREADS, "ballast-reader-staging", queues.enter)
 
     @property
     def held_bytes(self) -> int:
@@ -160,18 +163,14 @@ class StagingBuffers:
     def wait(self, slot: RingSlot) -> None:
         """Wait until the copy to a slot has been queued.
 
-        Raises the reader's error, or RuntimeError if the model was removed from the device meanwhile.
+        Raises the reader's error, or RuntimeError if the model was removed from the device meanwhile. The host may stop
+        the run while it waits.
         """
         with self._changed:
             fill = slot.pending
             if fill is None:
                 return
-            if self._queues.copying:
-                self._changed.wait_for(lambda: self._closed or fill.error or not fill.slot)
-            else:
-                self._changed.wait_for(lambda: self._closed or not fill.left)
-            if self._closed:
-                raise RuntimeError(_TAKEN_AWAY)
+            self._wait(lambda: fill.error or not fill.slot if self._queues.copying else not fill.left)
             if fill.error:
                 self.forget(slot)
                 slot.holds = False
@@ -256,9 +255,7 @@ class StagingBuffers:
 
     def _wait_for_window(self) -> None:
         """Wait until a staging buffer may be filled anew. All are in use by others than this caller."""
-        self._changed.wait_for(lambda: self._closed or self._idle() or (not self._queues.copying and self._read()))
-        if self._closed:
-            raise RuntimeError(_TAKEN_AWAY)
+        self._wait(lambda: self._idle() or (not self._queues.copying and self._read()))
         for fill in [] if self._queues.copying else self._read():
             self._send(fill)
 
@@ -286,7 +283,7 @@ class StagingBuffers:
         fill = window.fill = _Fill(group, window, window.fill)
         nbytes = sum(part.stored_bytes for part in parts if isinstance(part, FileExtent))
         fill.read = self._queues.read(nbytes, window.copied)
-        work = list(_work(parts, window.memory))
+        work = list(_work(parts, window.memory, self._room))
         fill.left = len(work)
         for each in work:
             self._pool.submit(self._run, fill, each)
@@ -319,8 +316,11 @@ class StagingBuffers:
             self._queues.mark_copy(window.copied)
             window.fill = None
 
-    def _wait_for(self, fill: _Fill) -> None:
-        self._changed.wait_for(lambda: self._closed or not fill.left)
+    def _wait(self, is_done: Callable[[], object]) -> None:
+        """Wait until `is_done`. RuntimeError once the buffers are closed; the host's error if it stops the run."""
+        while not (self._closed or is_done()):
+            if not self._changed.wait(_LOOK_SECONDS):
+                host.throw_if_interrupted()
         if self._closed:
             raise RuntimeError(_TAKEN_AWAY)
 
@@ -329,7 +329,7 @@ class StagingBuffers:
         with self._changed:
             try:
                 host.throw_if_interrupted()
-                self._wait_for(fill)
+                self._wait(lambda: not fill.left)
                 if fill.error:
                     raise fill.error
                 assert fill.window
@@ -365,7 +365,7 @@ class StagingBuffers:
     # In the threads
 
     @torch.inference_mode()
-    def _run(self, fill: _Fill, work: Callable[[], None]) -> None:
+    def _run(self, fill: _Fill, work: Callable[[], object]) -> None:
         """Do one part of a fill's reading, in a reader thread. An error is kept in the fill."""
         try:
             if fill.after:
@@ -417,14 +417,18 @@ def parts_of(group: WeightGroup, found: Mapping[int, Source]) -> list[Part]:
     return parts
 
 
-def _work(parts: Sequence[Part], memory: torch.Tensor) -> Iterator[Callable[[], None]]:
-    """Yield the calls that fill a staging buffer, each for one thread."""
+def _work(parts: Sequence[Part], memory: torch.Tensor, room: int) -> Iterator[Callable[[], object]]:
+    """Yield the calls that fill a staging buffer, each for one thread. `room` is that of `fill_batch`."""
     for part in parts:
         if not isinstance(part, FileExtent):
             yield partial(_copy, *part, memory)
     for batch in batches((part, memory) for part in parts if isinstance(part, FileExtent)):
-        yield partial(read_batch, batch)
+        yield partial(read_batch, batch) if direct.shares_cache() else partial(fill_batch, batch, room)
 
 
 def _copy(tensor: torch.Tensor, at: int, memory: torch.Tensor) -> None:
-    hostbuffer.view_of(memory, at, tensor).copy_(tensor)
+    """Copy a tensor to byte `at` of a staging buffer, in this thread alone: torch would start a team of threads."""
+    if hostbuffer.can_pack(tensor):
+        ctypes.memmove(memory.data_ptr() + at, tensor.data_ptr(), tensor.nbytes)  # releases the GIL
+    else:
+        hostbuffer.view_of(memory, at, tensor).copy_(tensor)

@@ -49,6 +49,11 @@ class Queues:
             return None
         return self.backend.Event(blocking=True) if waited_for and self.device.type == "cuda" else self.backend.Event()
 
+    def enter(self) -> None:
+        """Make the device the current one of this thread, which begins. Else card 0 would get a context by its work."""
+        if self.copying:
+            self.backend.set_device(self.device)
+
     def timer(self) -> Any:
         """Return a new event that records the time; None without a copy stream."""
         return self.backend.Event(enable_timing=True) if self.copying else None
@@ -73,7 +78,8 @@ class Queues:
             return
         for event in after:
             self.copying.wait_event(event)
-        with self.backend.stream(self.copying):
+        # Without `device`, leaving the stream would make card 0 current, and give it a CUDA context of some hundred MB.
+        with self.backend.device(self.device), self.backend.stream(self.copying):
             target.copy_(source, non_blocking=True)
         done.record(self.copying)
         if self._flushes:

@@ -141,6 +141,7 @@ def enable(
     state.card.unified = unified
     lazy.copies.mode = copies
     state.card.tells_free, state.card.unknown_types = tells_free, frozenset(unknown_types)
+    state.card.share = 1.0
     state.card.pages_above = None if pages_above is None else parse_bytes(pages_above)
     _enabled = True
 
@@ -224,6 +225,10 @@ def _mem_get_info(device: Any = None) -> tuple[int, int]:
     return max(0, total - card.reserved_bytes - card.outside_bytes() - card.pool_bytes()), total
 
 
+def _set_share(fraction: float, device: Any = None) -> None:
+    state.card.share = fraction
+
+
 def _set_device(device: Any) -> None:
     if _index(device):
         raise RuntimeError(f"invalid device ordinal {device}: there is only {DEVICE_TYPE}:0")
@@ -278,6 +283,8 @@ def _backend() -> types.ModuleType:
         "max_memory_reserved": lambda device=None: state.card.pool_peak_bytes(),
         "reset_peak_memory_stats": lambda device=None: state.card.reset_peak(),
         "mem_get_info": _mem_get_info,
+        "set_per_process_memory_fraction": _set_share,
+        "get_per_process_memory_fraction": lambda device=None: state.card.share,
         "manual_seed": _manual_seed,
         "manual_seed_all": _manual_seed,
         "get_rng_state": lambda device=None: torch.default_generator.get_state(),

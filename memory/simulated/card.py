@@ -132,6 +132,7 @@ class Card:
         self.fuses: Fuses | None = None  # which attention calls have a fused kernel; None for all
         self.unified = False  # device memory is the system's RAM
         self.tells_free = True
+        self.share = 1.0  # of `total_bytes`, that the allocator may take for this process
         self.unknown_types: frozenset[torch.dtype] = frozenset()  # dtypes without kernels
         self.pages_above: int | None = None  # allocated bytes beyond this page over the bus, without an error
         self.fail_in = 0
@@ -213,7 +214,9 @@ class Card:
         """Update the peaks for `nbytes` more. Raises torch.OutOfMemoryError if they do not fit."""
         held = self._allocated + nbytes
         pool = held + math.ceil(self.overhead.fragmentation * held)
-        if self.total_bytes is not None and pool + self._gone_bytes() > self.total_bytes:
+        if self.total_bytes is not None and pool > min(
+            self.total_bytes - self._gone_bytes(), self.share * self.total_bytes
+        ):
             raise self._out_of_memory(nbytes)
         if held > self._interval_peak:
             self._interval_peak = held

@@ -1,4 +1,4 @@
-"""Reads past the page cache: weights that are to stay in RAM should not fill the cache as well.
+"""Reads past the page cache, which weights would fill for no use.
 
 Only Linux has all of it. Elsewhere files are read as usual.
 """
@@ -27,6 +27,17 @@ _PLACES = 5  # sample bytes of a chunk, to guess if it is cached
 _UNFIT = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems without direct reads
 
 _of_thread = threading.local()
+_is_shared = threading.Event()  # set by `share_cache`
+
+
+def share_cache() -> None:
+    """Let weights that stream from disk stay in the page cache, for other processes that stream the same ones."""
+    _is_shared.set()
+
+
+def shares_cache() -> bool:
+    """Return whether `share_cache` has been called in this process."""
+    return _is_shared.is_set()
 
 
 def is_cached(file: BinaryIO, begin: int, end: int) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,8 +92,9 @@ class _Pages(mmap.mmap):
             self.cudart = None
             _pinned_bytes -= self.nbytes
 
-    def __del__(self) -> None:
-        self.unpin()  # pages must not go back to the system while they are registered with the driver
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_ending():  # then the driver may be gone, and takes its registrations along
+            self.unpin()  # pages must not go back to the system while they are registered with the driver
 
 
 _pages: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()

@@ -3,9 +3,10 @@
 A plan of file extents tells which bytes go where; making it touches no file. Files are read by plain reads and never
 mapped: a page fault can be neither prefetched, nor cancelled, nor reported.
 
-Weights that are to stay in RAM (`read`) leave the page cache as it was. A second copy there would push out files of
-other programs. Weights that pass through staging buffers (`read_batch`) are wanted again in the next step, and are left
-in the cache.
+Reads leave the page cache as it was (`fill_batch`). For weights that stay in RAM, a second copy there would push out
+files of other programs. Weights that pass through staging buffers are wanted again in the next step, but they are more
+than RAM has room for: the cache would drop each part before its turn comes again. Only several processes that stream
+the same weights use it (`direct.share_cache`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from . import direct
 from .hostbuffer import bytes_of
 from .stored import Stamp, Stored, check_unchanged, disk_number
 
-STAGING_THREADS = 4  # threads that fill staging buffers: one does not keep an NVMe disk busy
-RAM_THREADS = 8  # threads that fill RAM: direct reads have no read-ahead, so more of them must be under way
+STAGING_THREADS = 8  # threads that fill staging buffers: direct reads have no read-ahead, so several are under way
+RAM_THREADS = 8  # threads that fill RAM
 BATCH_BYTES = 16 * 2**20
 CAST_BYTES = 2 * 2**20  # buffer of each reader for bytes that must be cast
 _CAST_ELEMENTS = 2**15 - 2**10  # cast at once: from 2**15 on torch would start a team of threads in each reader
@@ -127,7 +128,7 @@ def chunks(batch: list[Job], room: int) -> list[list[Job]]:
 
 
 def read_batch(batch: list[Job]) -> None:
-    """Read the jobs of one batch. Raises OSError or ValueError, in one line that names the file."""
+    """Read the jobs of one batch through the page cache. Raises OSError or ValueError, in one line naming the file."""
     with _opened(batch) as file:
         for extent, buffer in batch:
             _read_extent(file, extent, buffer)

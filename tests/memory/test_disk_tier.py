@@ -20,10 +20,11 @@ from ballast.memory.engine import streams as queues
 from ballast.memory.engine.engine import Engine
 from ballast.memory.errors import release_frames
 from ballast.memory.host import management as host
-from ballast.memory.weights import hostbuffer, reader
+from ballast.memory.weights import direct, hostbuffer, reader
 from ballast.memory.weights.stored import Stored
 from ballast.memory.weights.structure import parameter_refs
 from ballast.pipelines.files.components import read_components, read_model_index
+from fault_points import FaultError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamed_models import (
@@ -48,6 +49,7 @@ from torch import nn
 
 Source = dict[str, Stored]
 NOISE = 4 * WIDTH * 4  # bytes of the input
+SECONDS = 20.0  # after which a disk gives what it was asked for
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +74,11 @@ def check(module: nn.Module, expected: torch.Tensor, order: list[int] | None = N
     torch.testing.assert_close(run(module, noise(), order).cpu(), expected, atol=0, rtol=0)
 
 
+def buffers() -> set[int]:
+    """Addresses of all host buffers but the chunks that readers read through."""
+    return {address for address, pages in hostbuffer._pages.items() if pages.nbytes != direct.chunk_bytes(0)}
+
+
 def assert_gone(module: nn.Module, sim: ModuleType, kept: str = "") -> None:
     gc.collect()
     assert sim.stats().allocated_bytes == 0
@@ -92,10 +99,10 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
     size = nbytes(module)
     sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.1)
     gc.collect()
-    before = set(hostbuffer._pages)
+    before = buffers()
     placement = placed(module, source, share)
     assert sim.stats().allocated_bytes == placement.resident_bytes <= budget(module, share)
-    windows = set(hostbuffer._pages) - before
+    windows = buffers() - before
     assert len(windows) == stager.WINDOWS
     assert placement.host_bytes == stager.WINDOWS * max(group.packed_bytes for group in placement._groups)
     for _ in range(3):
@@ -115,12 +122,12 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
     gaps = sum(p.packed_bytes - sum(ref.tensor.nbytes for ref in p.refs if ref.tensor.is_meta) for p in streamed)
     assert abs(came - placement.take_bytes_read() - 3 * gaps) <= gaps, "files have no gaps"
     assert all(ref.tensor.is_meta for ref in placement.host_refs if isinstance(ref.tensor, nn.Parameter))
-    assert set(hostbuffer._pages) - before == windows
+    assert buffers() - before == windows
     placement.remove()
     assert_gone(module, sim)
     assert nbytes(module) == size
     gc.collect()
-    assert set(hostbuffer._pages) == before
+    assert buffers() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -368,6 +375,35 @@ def test_error_in_a_block(error: type[BaseException], kept: str, sim: ModuleType
     assert_gone(module, sim, kept)
 
 
+@pytest.mark.parametrize("waits_for", ["the ring", "residents"])
+def test_a_disk_that_gives_nothing_can_be_stopped(
+    waits_for: str, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = varied([64] * 6)
+    expected, source, gives = truth(module), on_disk(module, tmp_path), threading.Event()
+    placement = placed(module, source, 0)
+    check(module, expected)
+    fill, start = stager.fill_batch, time.monotonic()
+
+    def stop() -> None:
+        if time.monotonic() - start > 0.5:
+            gives.set()  # what is being read, nothing can stop
+            raise FaultError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stager, "fill_batch", lambda *job: gives.wait(SECONDS) and fill(*job))
+        patch.setattr(host, "throw_if_interrupted", stop)
+        with pytest.raises(FaultError):
+            if waits_for == "residents":
+                placed(varied([64] * 6).to("meta"), source, 1)
+            else:
+                run(module, noise()), run(module, noise())
+    assert time.monotonic() - start < SECONDS / 2
+    check(module, expected)
+    placement.remove()
+    assert_gone(module, sim)
+
+
 def test_interrupt_while_waiting_for_the_disk(sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = varied([64] * 6)
     expected = truth(module)
@@ -404,6 +440,7 @@ def test_a_stop_is_seen_wherever_weights_come_from_the_disk(
         looks.clear()
         monkeypatch.setattr(host, "throw_if_interrupted", look)
 
+    monkeypatch.setattr(stager, "_LOOK_SECONDS", SECONDS)  # or it would look more often when the machine is busy
     stop_at(0)
     placement = placed(module, source, 0.5)
     placing = len(looks)

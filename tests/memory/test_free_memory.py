@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from ballast import open_pipeline
-from ballast.memory.accelerator import Accelerator
+from ballast.memory.accelerator import Accelerator, _outside
 
 MB = 2**20
 
@@ -36,6 +36,28 @@ def test_constant_is_not_believed(told: int, sim: ModuleType, monkeypatch: pytes
     held = torch.empty(15 * MB, dtype=torch.uint8, device="sim")
     assert accelerator.free_bytes() == (told - 15) * MB
     del held
+
+
+def test_share_of_the_process_is_all_that_is_free(sim: ModuleType) -> None:
+    sim.enable(total="64MB", reserved="10MB")
+    accelerator, backend = Accelerator(torch.device("sim:0")), torch.get_device_module("sim")
+    for share, free in ((1.0, 54), (0.5, 32), (0.9, 54)):
+        backend.set_per_process_memory_fraction(share)
+        assert accelerator.free_bytes() == free * MB
+        held = torch.empty(20 * MB, dtype=torch.uint8, device="sim")
+        assert accelerator.free_bytes() == (free - 20) * MB
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(accelerator.free_bytes() + 1, dtype=torch.uint8, device="sim")
+        torch.empty(accelerator.free_bytes(), dtype=torch.uint8, device="sim")
+        del held
+
+
+@pytest.mark.parametrize(
+    ("used", "outside"), [(None, 0), (5 * MB, 2 * MB), (3 * MB, 0), (2 * MB, 0), (8 * MB, 5 * MB), (8 * MB + 1, 0)]
+)
+def test_count_of_another_process_is_not_taken_for_ours(used: int | None, outside: int) -> None:
+    """3 MB are the allocator's, and 8 MB are taken on the card."""
+    assert _outside(used, 3 * MB, 8 * MB) == outside
 
 
 def test_pipeline_is_planned_and_runs(sim: ModuleType, tiny_folders: Callable[[str], Path], tmp_path: Path) -> None:

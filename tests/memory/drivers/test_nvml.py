@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -14,8 +15,8 @@ _SOURCE = """
 #include <string.h>
 typedef struct { unsigned int pid; unsigned long long used; unsigned int gpu, compute; } info;
 static int card;
-int nvmlInit_v2(void) { return INIT; }
-int nvmlShutdown(void) { return 0; }
+int begun;
+int nvmlInit_v2(void) { begun++; return INIT; }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **found) {
   *found = &card;
   return strcmp(uuid, "GPU-1234") ? 6 : 0;
@@ -55,5 +56,6 @@ def test_driver_tells_of_one_process(built: dict[str, str], tmp_path: Path) -> N
     assert nvml.used_bytes("1234", 8, sound) is None, "not there, as in a container"
     assert nvml.used_bytes("1234", None, sound) is None
     assert nvml.used_bytes("9", 41, sound) is None, "another card"
+    assert ctypes.c_int.in_dll(ctypes.CDLL(sound), "begun").value == 1, "it takes seconds where there are many cards"
     for name in (built["broken"], built["old"], str(tmp_path / "none.so")):
         assert nvml.used_bytes("1234", 41, name) is None

@@ -70,13 +70,13 @@ def test_the_first_copies_are_in_the_order_of_the_calls(
 def reading(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """How often each part of a file is read, by where it begins and how long it is."""
     reads: Counter[tuple[int, int]] = Counter()
-    read = stager.read_batch
+    read = stager.fill_batch
 
-    def counted(batch: list[Job]) -> None:
+    def counted(batch: list[Job], room: int) -> None:
         reads.update((part.offset, part.count) for part, _ in batch)
-        read(batch)
+        read(batch, room)
 
-    monkeypatch.setattr(stager, "read_batch", counted)
+    monkeypatch.setattr(stager, "fill_batch", counted)
     return reads
 
 
@@ -200,12 +200,12 @@ def test_what_could_not_be_read_comes_when_it_can(tmp_path: Path, monkeypatch: p
     placement.place()
     for _ in range(3):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stager, "read_batch", unplugged)
+            patch.setattr(stager, "fill_batch", unplugged)
             with pytest.raises(OSError, match="unplugged"):
                 run(module, noise())
     torch.testing.assert_close(run(module, noise()).cpu(), truth)
     placement.remove()
 
 
-def unplugged(batch: list[Job]) -> None:
+def unplugged(batch: list[Job], room: int) -> None:
     raise OSError("unplugged")

@@ -44,7 +44,13 @@ def test_share_falls_while_calls_are_slow_and_that_helps(
 
 
 def test_windows_manages_its_cards() -> None:
-    assert [is_wddm(*each) for each in (("cuda", "win32"), ("cuda", "linux"), ("cpu", "win32"))] == [True, False, False]
+    windows, linux, wsl = (
+        ("win32", "10"),
+        ("linux", "6.8.0-45-generic"),
+        ("linux", "5.15.153.1-microsoft-standard-WSL2"),
+    )
+    assert [is_wddm("cuda", *each) for each in (windows, linux, wsl)] == [True, False, True]
+    assert [is_wddm(kind, *each) for kind in ("cpu", "xpu") for each in (windows, wsl)] == [False] * 4
 
 
 @pytest.mark.parametrize("flushes", [True, False])

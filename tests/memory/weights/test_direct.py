@@ -1,4 +1,4 @@
-"""What fills RAM leaves the page cache as it was; what passes through is left to it; the bytes are the same."""
+"""What is read leaves the page cache as it was, and the bytes are the same."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from ballast.memory.weights import direct, hostbuffer, reader
-from ballast.memory.weights.reader import Job, batches, chunks, extent_of, read, read_batch
+from ballast.memory.weights.reader import Job, batches, chunks, extent_of, read
 from ballast.memory.weights.stored import Stored
 from places import ROOT
+from streamed_models import Blocks, budget, noise, on_disk, put, run
 
 MB = 2**20
 SIZE = 9 * MB + 1234
@@ -119,13 +122,26 @@ def test_cache_is_looked_at_chunk_by_chunk(file: Path) -> None:
 
 
 @can_forget
-def test_what_passes_through_is_left_to_the_cache(file: Path) -> None:
-    buffer = hostbuffer.allocate(SIZE)
-    forget(file)
-    for batch in batches([(extent_of(Stored(file, 0, torch.uint8, (SIZE,)), torch.uint8, 0), buffer)]):
-        read_batch(batch)
-    assert all(cached_pages(file))
-    assert bytes(hostbuffer.bytes_of(buffer)) == file.read_bytes()
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_streaming_leaves_the_cache_to_processes_that_share_it(
+    is_shared: bool, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, source, truth = Blocks(), Blocks(), Blocks()
+    path = tmp_path / "model.safetensors"
+    found = on_disk(source, tmp_path)
+    (path,) = {stored.path for stored in found.values()}
+    expected = run(truth, noise().cpu())
+    monkeypatch.setattr(direct, "_is_shared", threading.Event())
+    if is_shared:
+        direct.share_cache()
+    forget(path)
+    header = sum(cached_pages(path))
+    placement = put(module.to("meta"), budget(truth, 0.3), source=found)
+    for _ in range(3):
+        assert torch.equal(run(module, noise()).cpu(), expected)
+    placement.remove()
+    cached = sum(cached_pages(path)) - header
+    assert cached > len(cached_pages(path)) // 2 if is_shared else cached == 0
 
 
 @can_forget
