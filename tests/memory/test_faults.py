@@ -25,7 +25,7 @@ Folders = Callable[[str], Path]
 SOAK = bool(os.environ.get("BALLAST_SOAK"))
 FAST = "auraflow"  # all that a run does, in a few hundred operators
 ERRORS = (FaultError, InterruptProcessingException, KeyboardInterrupt)
-POINTS = 50 if SOAK else 20  # of each error in each stage
+POINTS = 50 if SOAK else 15  # of each error in each stage
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {},
     "kept": {"keep": True},
@@ -50,7 +50,7 @@ def test_out_of_memory_at_every_allocation_of_a_whole_run(keep: bool, tiny_folde
     The stages before the one that fails are undisturbed, and those after it get what it gave: they are not run.
     """
     run = Run.of(FAST, tiny_folders(FAST), keep=keep)
-    tried, step = 0, 1 if SOAK else 19 if keep else 5  # keeping is much the same
+    tried, step = 0, 1 if SOAK else 29 if keep else 5  # keeping is much the same
     for stage in STAGES:
         run(stage)
         sim.reset_stats()

@@ -26,10 +26,10 @@ from selection import few
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
 Folders = Callable[[str], Path]
-POINTS = 20 if os.environ.get("BALLAST_SOAK") else 3  # of each stage
+POINTS = 20 if os.environ.get("BALLAST_SOAK") else 2  # of each stage
 
 
-@pytest.mark.parametrize("how", few(WRITERS, "q8_0", "int8", "4 bit"))
+@pytest.mark.parametrize("how", few(WRITERS, "q8_0", "int8"))
 def test_every_placement_gives_what_plain_weights_give(
     how: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
 ) -> None:
@@ -85,7 +85,7 @@ def test_encoders_and_their_tables_too(how: str, tiny_folders: Folders, tmp_path
 @pytest.mark.parametrize("how", ["q8_0", pytest.param("int8", marks=pytest.mark.long)])
 def test_runs_are_as_planned_at_any_budget(how: str, tmp_path: Path, sim: ModuleType) -> None:
     pair = Pair(ROOT / "demo" / "shapes", ["transformer"], how, tmp_path)
-    size = {"width": 320, "height": 320, "steps": 2, "guidance": 1.0}
+    size = {"width": 192, "height": 192, "steps": 2, "guidance": 1.0}
     pipe = pair.open()
     cond = pipe.encode("a red circle")
     expected = pair.open(encoded=False).sample(cond, **size)
@@ -168,7 +168,7 @@ def test_out_of_memory_at_any_allocation_leaves_nothing(way: str, tmp_path: Path
             assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
 
 
-@pytest.mark.parametrize("how", ["q8_0", "int8"])
+@pytest.mark.parametrize("how", few(["q8_0", "int8"], "int8"))
 def test_loras_on_encoded_weights_are_those_on_plain_ones(
     how: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
 ) -> None:

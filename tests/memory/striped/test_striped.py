@@ -575,7 +575,7 @@ def test_out_of_memory_in_a_stripe_makes_only_that_one_again(
     sim.reset_stats()
     run(undisturbed)
     allocations = sim.stats().allocation_count
-    for count in range(2, allocations, allocations // 6):
+    for count in range(2, allocations, allocations // 3):
         calls.clear()
         caplog.clear()
         traffic = striped.Traffic()

@@ -280,7 +280,7 @@ def test_faults_leave_nothing_and_the_next_run_is_the_same(
     sim.reset_stats()
     run()
     allocations = sim.stats().allocation_count
-    for count in range(1, allocations, 7 if os.environ.get("BALLAST_SOAK") else allocations // 3):
+    for count in range(1, allocations, 7 if os.environ.get("BALLAST_SOAK") else allocations // 2):
         with sim.fail_after(count):
             assert torch.equal(run(), expected), count
         assert sim.stats().allocated_bytes == 0

@@ -292,7 +292,7 @@ def test_faults_leave_nothing_and_the_next_run_is_the_same(
         sim.reset_stats()
         again()
         allocations = sim.stats().allocation_count
-        for count in range(1, allocations, allocations // 4):
+        for count in range(1, allocations, allocations // 2):
             with sim.fail_after(count):
                 again()  # a residual may be lost: its step is computed
             assert sim.stats().allocated_bytes == 0
