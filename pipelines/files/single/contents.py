@@ -17,10 +17,10 @@ from ....memory.weights.stored import refuse_pickle
 from ..placing import placed
 from ..rows import Rows, left_over, whole
 from ..wrappers import unwrapped
-from .layouts import NO_CONVERTER, Config, Layout, Shapes, layout_of
+from .layouts import Config, Layout, Shapes, layout_of
 
 # Before the names of one model in files that ComfyUI writes, and in those of others; of all models in a whole pipeline.
-_OF_TRANSFORMERS = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.model.")
+_OF_TRANSFORMERS = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.model.", "net.")
 _OF_VAES = ("first_stage_model.", "vae.")
 _OF_OTHERS = ("text_encoders.", "text_encoder.", "cond_stage_model.", "conditioner.", "audio_vae.", "vocoder.")
 _PREFIXES: Mapping[str, tuple[str, ...]] = {"transformer": _OF_TRANSFORMERS, "VAE": _OF_VAES, "ControlNet": ()}
@@ -57,11 +57,8 @@ def read_single(
     refuse_pickle(path)
     weights = encoded_weights(path, dtype)
     layout, own = _recognised(path, weights, layouts, what)
-    if layout.converter == NO_CONVERTER and layout.is_original(own):
-        raise ValueError(
-            f"{path} is {layout.title} with its original names, for which the installed diffusers has no converter. "
-            "Give the model's diffusers folder instead."
-        )
+    other = {name for name in own if name.startswith(layout.apart)} if layout.apart else set()
+    elsewhere = {own.pop(name) for name in other}
     rows = {name: whole(full, weights[full].codec.shape) for name, full in own.items()}
     try:
         places = layout.places(rows, config)
@@ -75,7 +72,7 @@ def read_single(
     shapes.update({name: rows[name].shape for name in layout.unread if name in rows})
     spent = {own[name] for name in layout.unread if name in own}
     left = left_over({name: weight.codec.shape for name, weight in weights.items()}, places.values())
-    _refuse_left(path, layout, sorted(set(left) - spent), set(own.values()))
+    _refuse_left(path, layout, sorted(set(left) - spent - elsewhere), set(own.values()))
     return SingleFile(path, layout.title, places, weights, shapes, layout)
 
 
@@ -122,6 +119,8 @@ def _refuse_left(path: Path, layout: Layout, left: Sequence[str], own: Collectio
 def type_of(path: Path) -> torch.dtype:
     """Return the default dtype of a file's weights: that of most bytes, bf16 if any are quantized.
 
+    float32 for float64, in which nothing runs: diffusers' own default.
+
     Raises FileNotFoundError, or ValueError in one line, for a file that is damaged, or of a format that is not known.
     """
     refuse_pickle(path)
@@ -132,4 +131,5 @@ def type_of(path: Path) -> torch.dtype:
             return torch.bfloat16
         if plain.dtype.is_floating_point:
             sizes[plain.dtype] += weight.codec.encoded_bytes
-    return sizes.most_common(1)[0][0] if sizes else torch.float32
+    most = sizes.most_common(1)[0][0] if sizes else torch.float32
+    return torch.float32 if most == torch.float64 else most
