@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ....memory.weights.encoded import encoded_weights
+from ....memory.weights.gguf_file import is_gguf
 from ....memory.weights.stored import refuse_pickle
 from ..rows import whole
 from .contents import SingleFile
@@ -83,7 +84,7 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype, kind: Kind =
     aliases_of, config = _names(module), getattr(module, "config", None)
     own = {kind.plain(alias) for aliases in aliases_of.values() for alias in aliases}
     named, architecture = _without_prefix(weights, own), ""
-    if path.suffix.lower() == ".gguf" and not any(".0." in name and kind.plain(name) in own for name in named.values()):
+    if is_gguf(path) and not any(".0." in name and kind.plain(name) in own for name in named.values()):
         architecture = architecture_of(path, getattr(config, "model_type", ""))
         named = names_in_gguf(architecture, weights)
     by_name: dict[str, str] = {}

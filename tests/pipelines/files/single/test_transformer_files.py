@@ -147,6 +147,18 @@ def test_the_type_of_the_file_is_kept(dtype: torch.dtype, tiny_folders: Folders,
             assert torch.equal(found, tensor.to(dtype).to(found.dtype)), key
 
 
+def test_float64_runs_in_float32(tiny_folders: Folders, tmp_path: Path, kept: Path) -> None:
+    """Nothing runs in float64, and diffusers' own default is float32."""
+    folder = tiny_folders("flux")
+    change = lambda state: {name: tensor.double() for name, tensor in state.items()}  # noqa: E731
+    path = transformer_file("flux", folder, tmp_path / "model.safetensors", change=change)
+    (unit := component(path, base_of(folder, kept / "flux")).unit("")).load()
+    state = unit.module.state_dict()
+    assert all(
+        torch.equal(state[key], value) and state[key].dtype == value.dtype for key, value in state_of(folder).items()
+    )
+
+
 def test_two_experts_from_two_files(tiny_folders: Folders, tmp_path: Path, kept: Path, sim: ModuleType) -> None:
     """Wan 2.2: the latents of the stock pipeline, which changes from one to the other at a boundary."""
     folder = tmp_path / "wan"
