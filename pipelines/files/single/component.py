@@ -134,8 +134,11 @@ def difference(cls: type, config: Mapping[str, Any], single: SingleFile) -> tupl
     return None
 
 
-def vae_component(base: Component, single: SingleFile) -> FileComponent:
-    """Return the VAE of `base` with the weights of a file. Raises ValueError, in one line, if the file is another's."""
+def plain_component(base: Component, single: SingleFile) -> FileComponent:
+    """Return a VAE, or what prepares text, with the weights of a file and the config of its `base`.
+
+    ValueError, in one line, where the file is another's.
+    """
     _layout_for(base, single)
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, base.config, single=single))
 

@@ -57,8 +57,47 @@ def read_single(
     refuse_pickle(path)
     weights = encoded_weights(path, dtype)
     layout, own = _recognised(path, weights, layouts, what)
-    other = {name for name in own if name.startswith(layout.apart)} if layout.apart else set()
-    elsewhere = {own.pop(name) for name in other}
+    elsewhere = _names_of(layout, weights).values()
+    own = {name: full for name, full in own.items() if full not in elsewhere}
+    return _single(path, layout, own, weights, config, elsewhere)
+
+
+def parts_in(path: Path, layouts: Mapping[str, Layout]) -> list[str]:
+    """Return the names of those layouts whose components lie in a transformer's file. Raises as `read_single`."""
+    refuse_pickle(path)
+    weights = encoded_weights(path, torch.bfloat16)
+    return [name for name, layout in layouts.items() if _names_of(layout, weights)]
+
+
+def read_part(path: Path, layout: Layout, dtype: torch.dtype, config: Config) -> SingleFile:
+    """Return the component of `layout` that lies in a transformer's file. Raises as `read_single`."""
+    weights = encoded_weights(path, dtype)
+    own = _names_of(layout, weights)
+    return _single(path, layout, own, weights, config, weights.keys() - set(own.values()))
+
+
+def _names_of(layout: Layout, weights: Collection[str]) -> dict[str, str]:
+    """Return the full names of weights whose names begin as those `apart`, by their names without a prefix."""
+    if not layout.apart:
+        return {}
+    found = {}
+    for full in weights:
+        name = unwrapped(full)
+        prefix = next((each for each in _OF_TRANSFORMERS if name.startswith(each)), "")
+        if name.removeprefix(prefix).startswith(layout.apart):
+            found[name.removeprefix(prefix)] = full
+    return found
+
+
+def _single(
+    path: Path,
+    layout: Layout,
+    own: Mapping[str, str],
+    weights: Mapping[str, EncodedWeight],
+    config: Config,
+    elsewhere: Collection[str],
+) -> SingleFile:
+    """Return the model whose weights have the full names of `own`; those `elsewhere` are read as another's."""
     rows = {name: whole(full, weights[full].codec.shape) for name, full in own.items()}
     try:
         places = layout.places(rows, config)
@@ -72,7 +111,7 @@ def read_single(
     shapes.update({name: rows[name].shape for name in layout.unread if name in rows})
     spent = {own[name] for name in layout.unread if name in own}
     left = left_over({name: weight.codec.shape for name, weight in weights.items()}, places.values())
-    _refuse_left(path, layout, sorted(set(left) - spent - elsewhere), set(own.values()))
+    _refuse_left(path, layout, sorted(set(left) - spent - set(elsewhere)), set(own.values()))
     return SingleFile(path, layout.title, places, weights, shapes, layout)
 
 

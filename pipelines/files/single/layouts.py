@@ -10,8 +10,7 @@ from math import prod
 from typing import Any
 
 from ....memory.weights.encoding import holds
-from ..rows import Rows, Widths, traced
-from .name_tables import NameTable
+from ..rows import Convert, Rows, Widths, traced
 
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
@@ -31,7 +30,7 @@ class Layout:
     """One kind of model: the classes of diffusers that run it, and how its files are known and read.
 
     A file has the `original` names, all of those given, or diffusers' `plain` ones. `converter` is a function of
-    `diffusers.loaders.single_file_utils`, or a table of ours where diffusers has none; None where the names are the
+    `diffusers.loaders.single_file_utils`, or one of ours where diffusers has none; None where the names are the
     same. It gets names that begin with `prefix`, and none that begin as the `aside` do: these, and what diffusers calls
     them. `told` gives the config values that the shapes tell, by diffusers' names and with what else
     the config says; those in `sizes` may be other than a base's: of a model that was made smaller. `unread` are names
@@ -44,7 +43,7 @@ class Layout:
     classes: tuple[str, ...]
     original: tuple[str, ...]
     plain: tuple[str, ...]
-    converter: str | NameTable | None
+    converter: str | Convert | None
     told: Callable[[Shapes, Config], dict[str, Any]]
     sizes: frozenset[str]
     widths: Callable[[Shapes], Widths] | None = None
@@ -101,7 +100,7 @@ class Layout:
                 weights[self.original_name(name)] = weights.pop(name)
         if self.converter is None:
             return weights
-        if isinstance(self.converter, NameTable):
+        if not isinstance(self.converter, str):
             return self.converter(weights)
         from diffusers.loaders import single_file_utils
 

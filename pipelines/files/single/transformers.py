@@ -10,6 +10,7 @@ from typing import Any
 
 from ..rows import Widths
 from . import name_tables, shapes
+from .inside import PARTS
 from .layouts import Layout, Shapes
 
 _DEPTH = ("num_layers", "num_single_layers", "num_attention_heads")
@@ -184,7 +185,7 @@ LAYOUTS = (
         shapes.cosmos,
         frozenset({"num_layers", "num_attention_heads"}),
         unread=tuple(f"pos_embedder.{name}" for name in ("seq", "dim_spatial_range", "dim_temporal_range")),
-        apart=("llm_adapter.",),
+        apart=PARTS["text_conditioner"].apart,
     ),
     Layout(
         "MiniMax-H3",
@@ -206,7 +207,7 @@ LAYOUTS = (
         frozenset({"num_layers"}),
         # of LTX-2.3, which diffusers' converter leaves as they are
         renamed=((r"^(audio_)?prompt_adaln_single\.", r"\1prompt_adaln."),),
-        apart=("video_embeddings_connector.", "audio_embeddings_connector."),
+        apart=PARTS["connectors"].apart,
     ),
     Layout(
         "LTX-Video",
