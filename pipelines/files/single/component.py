@@ -20,7 +20,7 @@ from ..components import Component
 from ..keys import key_text
 from ..placing import read_whole
 from .contents import SingleFile, type_of
-from .encoders import PICTURE, TEXT, read_encoder
+from .encoders import PICTURE, TEXT, read_encoder, reads_text_alone, without_tower
 from .layouts import Layout
 
 # What a ControlNet has of its transformer and no weight of it tells: where tokens lie, and how heads divide them.
@@ -160,8 +160,15 @@ def controlnet_component(base: Component, single: SingleFile, transformer: Mappi
 def encoder_component(base: Component, path: Path) -> FileComponent:
     """Return a text or picture encoder of `base` with the weights of a file. Raises ValueError if it is another's."""
     dtype = base.dtype or type_of(path)
-    with building, on_meta(base.folder / "config.json", base.cls.__name__, [path]):
-        module: Any = replace(base, dtype=dtype)._structure()
+
+    def structure(of: Component) -> Any:
+        with building, on_meta(base.folder / "config.json", base.cls.__name__, [path]):
+            return replace(of, dtype=dtype)._structure()
+
+    module = structure(base)
+    if reads_text_alone(path, module):
+        base = replace(base, cls=without_tower(base.cls), config={**base.config, "_without_tower": True})
+        module = structure(base)
     module.tie_weights()
     single = read_encoder(path, module, dtype, TEXT if base.role == "text_encoder" else PICTURE)
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, base.config, single=single))
