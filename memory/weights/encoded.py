@@ -12,18 +12,18 @@ from ..codecs import layouts
 from ..codecs.gguf import codec_of
 from .encoding import EncodedWeight, Source
 from .gguf_file import is_gguf, read_gguf_header
-from .stored import Stamp, Stored, read_header, read_metadata
+from .stored import Stamp, Stored, read_header, read_metadata, shards_of
 
 
 def encoded_weights(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
-    """Return all weights of a GGUF file, or of safetensors files that belong together, by name.
+    """Return all weights of files that belong together, or of a single one and its other shards, by name.
 
     Quantized weights are to become `dtype`; plain ones keep their own. Raises FileNotFoundError if a file is missing.
     Raises ValueError, in one line, for a damaged file or an unknown format. It names the file and the weight.
     """
-    first, *others = [paths] if isinstance(paths, Path) else paths
+    first, *others = shards_of(paths) if isinstance(paths, Path) else paths
     if is_gguf(first):
-        return dict(_of_gguf(first, dtype))
+        return {name: weight for path in (first, *others) for name, weight in _of_gguf(path, dtype)}
     return _of_safetensors([first, *others], dtype)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ....memory.weights.encoding import Source, holds, kernels_of
-from ....memory.weights.stored import Stored, file_identity, stamps_of
+from ....memory.weights.stored import Stored, file_identity, shards_of, stamps_of
 from ....memory.weights.unit import building
 from ..building import on_meta
 from ..components import Component
@@ -35,8 +35,8 @@ class FileComponent(Component):
 
     @cached_property
     def files(self) -> tuple[list[Path], str | None]:
-        """The one file; it has no variant."""
-        return [self.single.path], None
+        """The one file, or its shards; it has no variant."""
+        return shards_of(self.single.path), None
 
     @cached_property
     def run_dtype(self) -> torch.dtype:
@@ -44,13 +44,13 @@ class FileComponent(Component):
         return self.dtype or type_of(self.single.path)
 
     def identity(self) -> list[str]:
-        """Digests of the file and of the config."""
-        return [file_identity(self.single.path), self._config_text]
+        """Digests of the file or its shards, and of the config."""
+        return [*map(file_identity, self.files[0]), self._config_text]
 
     @cached_property
     def key(self) -> Hashable:
         """The identity of the model: its file, and how it is run."""
-        return self.name, self.cls, self.run_dtype, self._config_text, stamps_of([self.single.path])
+        return self.name, self.cls, self.run_dtype, self._config_text, stamps_of(self.files[0])
 
     @cached_property
     def stored(self) -> dict[str, Source]:

@@ -113,7 +113,8 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype, kind: Kind =
     """
     refuse_pickle(path)
     weights, what = dict(encoded_weights(path, dtype)), type(module).__name__
-    aliases_of, config = _names(module), getattr(module, "config", None)
+    aliases_of = _names(module)
+    config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     own = {kind.plain(alias) for aliases in aliases_of.values() for alias in aliases}
     named, architecture = _without_prefix(weights, own), ""
