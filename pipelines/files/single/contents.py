@@ -13,7 +13,7 @@ import torch
 
 from ....memory.weights.encoded import encoded_weights
 from ....memory.weights.encoding import EncodedWeight, Source
-from ....memory.weights.stored import refuse_pickle
+from ....memory.weights.stored import refuse_pickle, shards_of
 from ..placing import placed
 from ..rows import Rows, left_over, whole
 from ..wrappers import unwrapped
@@ -57,6 +57,11 @@ def read_single(
     refuse_pickle(path)
     weights = encoded_weights(path, dtype)
     layout, own = _recognised(path, weights, layouts, what)
+    if layout.whole and layout.is_original(own) and len(shards_of(path)) > 1:
+        raise ValueError(
+            f"{path} is a shard of {layout.title}, whose original shards have their fused projections in another order "
+            "than its single files. Get the single file, or the model's diffusers folder."
+        )
     elsewhere = _names_of(layout, weights).values()
     own = {name: full for name, full in own.items() if full not in elsewhere}
     return _single(path, layout, own, weights, config, elsewhere)

@@ -36,7 +36,8 @@ class Layout:
     the config says; those in `sizes` may be other than a base's: of a model that was made smaller. `unread` are names
     in original files that no class has a place for. `kernel` is diffusers' name of the convolution that makes patches.
     `renamed` are patterns of names that ComfyUI gives the layers, each with the original one. Names that begin as those
-    `apart` are of another component, which lies in the same file.
+    `apart` are of another component, which lies in the same file. One that is read `whole` alone has rows in another
+    order in its original shards.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Layout:
     kernel: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
     apart: tuple[str, ...] = ()
+    whole: bool = False
 
     def places(self, shapes: Mapping[str, Rows], config: Config) -> dict[str, Rows]:
         """Where each parameter of the class lies, by diffusers' names, from rows by the names in a file.

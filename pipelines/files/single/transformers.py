@@ -196,6 +196,7 @@ LAYOUTS = (
         shapes.minimax_h3,
         frozenset({"num_layers", "num_attention_heads", "num_refiner_layers", "hidden_size", "ffn_dim"}),
         unread=(shapes.ROPE,),
+        whole=True,
     ),
     Layout(
         "LTX-2",

@@ -98,6 +98,21 @@ def test_a_file_with_the_names_of_diffusers(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, state[key]) for key, value in made.state_dict().items())
 
 
+def test_files_of_h3_that_cannot_be_read(tmp_path: Path) -> None:
+    """Pruned ones have a table that no class has, and rows of the original shards lie in another order."""
+    state = NEWER["minimax_h3"].original(NEWER["minimax_h3"].build().state_dict())
+    base = base_of("minimax_h3", tmp_path / "base")
+    table = {name: tensor.contiguous() for name, tensor in state.items() if not name.startswith("time_embedder")}
+    save_file(table | {"adaln_t_table": torch.zeros(4, 2)}, path := tmp_path / "pruned.safetensors")
+    with pytest.raises(ValueError, match=r"^[^\n]*adaln_t_table[^\n]*$"):
+        component(path, base)
+    for number in (1, 2):
+        some = {name: tensor.contiguous() for name, tensor in list(state.items())[number - 1 :: 2]}
+        save_file(some, path := tmp_path / f"model-0000{number}-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"^[^\n]*is a shard of MiniMax-H3[^\n]*$"):
+        component(path, base)
+
+
 def sparse(at: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
     """A safetensors file of bf16 weights that takes no disk."""
     header, end = {}, 0
