@@ -112,7 +112,7 @@ def open_pipeline(
     parameters = inspect.signature(open_model).parameters
     if shared and "files" not in parameters:
         raise ValueError(f"{folder} is {name}, which is no base for {path}. Give the diffusers folder of that model.")
-    if shared and base is not None:
+    if shared and base is not None and not is_modular_folder(folder):
         files.check_base(folder, read_model_index(folder))
     known = [option for option in parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):

@@ -11,32 +11,32 @@ import torch
 from ..codecs import layouts
 from ..codecs.gguf import codec_of
 from .encoding import EncodedWeight, Source
-from .gguf_file import read_gguf_header
-from .stored import Stamp, Stored, read_header, read_metadata
+from .gguf_file import is_gguf, read_gguf_header
+from .stored import Stamp, Stored, read_header, read_metadata, shards_of
 
 
 def encoded_weights(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
-    """Return all weights of a GGUF file, or of safetensors files that belong together, by name.
+    """Return all weights of files that belong together, or of a single one and its other shards, by name.
 
     Quantized weights are to become `dtype`; plain ones keep their own. Raises FileNotFoundError if a file is missing.
     Raises ValueError, in one line, for a damaged file or an unknown format. It names the file and the weight.
     """
-    first, *others = [paths] if isinstance(paths, Path) else paths
-    if first.suffix.lower() == ".gguf":
-        return dict(_of_gguf(first, dtype))
+    first, *others = shards_of(paths) if isinstance(paths, Path) else paths
+    if is_gguf(first):
+        return {name: weight for path in (first, *others) for name, weight in _of_gguf(path, dtype)}
     return _of_safetensors([first, *others], dtype)
 
 
 def is_encoded(path: Path) -> bool:
     """Return whether a file holds weights other than plain tensors of 16 bits or more. Raises as `read_header`."""
-    if path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         return True
     return layouts.is_encoded(read_header(path))
 
 
 def shapes_in(path: Path) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors of a safetensors or GGUF file. Raises as `encoded_weights` does."""
-    if path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         return [tensor.shape for tensor in read_gguf_header(path).tensors.values()]
     return [tuple(entry["shape"]) for entry in read_header(path).values()]
 

@@ -55,6 +55,14 @@ class GgufHeader:
     tensors: dict[str, GgufTensor]
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is GGUF: by its name, or by its first bytes where it has another name."""
+    if path.suffix.lower() == ".gguf" or not path.is_file():
+        return path.suffix.lower() == ".gguf"
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read and check the header of a GGUF file.
 

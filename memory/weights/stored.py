@@ -104,6 +104,20 @@ def find_weights(folder: Path) -> tuple[list[Path], str | None]:
     raise FileNotFoundError(f"no weights in {folder}. Put the model's .safetensors files there.")
 
 
+def shards_of(path: Path) -> list[Path]:
+    """Return the files that a weight file's name says it is one of, such as `-00001-of-00003`, or it alone.
+
+    FileNotFoundError, in one line, for one that is missing.
+    """
+    if not (numbered := re.fullmatch(r"(.+)-\d{5}-of-(\d{5})", path.stem)):
+        return [path]
+    start, count = numbered[1], int(numbered[2])
+    found = [path.with_name(f"{start}-{n:05}-of-{count:05}{path.suffix}") for n in range(1, min(count, 1000) + 1)]
+    if missing := [each for each in found if not each.is_file()]:
+        raise FileNotFoundError(f"{missing[0]} is missing beside {path.name}. Put it there, or download it again.")
+    return found
+
+
 def _shards(index: Path) -> list[Path]:
     """Return the files that an index names. ValueError if they are not safetensors files beside it."""
     weight_map = read_json(index).get("weight_map")

@@ -33,15 +33,20 @@ def _is_whole(rows: Rows, weight: EncodedWeight) -> bool:
 
 def _taken(rows: Rows, weights: Mapping[str, EncodedWeight]) -> Source:
     first = weights[rows.runs[0].name]
-    if len({run.name for run in rows.runs}) > 1:
-        raise ValueError("it is joined with another weight.")
-    slices = [first.codec.taken(run.begin, run.end)[1] for run in rows.runs]
-    codec = first.codec.taken(0, sum(run.end - run.begin for run in rows.runs))[0]
+    total = sum(run.end - run.begin for run in rows.runs)
+    joined = len({run.name for run in rows.runs}) > 1
+    found = [(weights[run.name], *weights[run.name].codec.taken(run.begin, run.end)) for run in rows.runs]
+    codecs = {codec.of_rows(total) for _, codec, _ in found} if joined else {first.codec.taken(0, total)[0]}
+    codec = codecs.pop()
+    apart = all(codec.row_parts or (0,)) and len({weight.path for weight, *_ in found}) == 1
+    if codecs or (joined and not apart):
+        raise ValueError("it is joined with another weight that is stored in another way.")
     parts = []
-    for place, spec, taken in zip(first.parts, codec.parts, zip(*slices, strict=True), strict=True):
+    for number, spec in enumerate(codec.parts):
+        taken = [(weight.parts[number], slices[number]) for weight, _, slices in found]
         # A part that is of all rows is there once.
-        of_all = all(each == slice(0, spec.count) for each in taken)
-        parts.append(_run(place, taken[:1] if of_all else taken))
+        of_all = all(each == slice(0, spec.count) for _, each in taken)
+        parts.append(_run(taken[:1] if of_all else taken))
         if parts[-1].shape != (spec.count,):
             raise ValueError("its rows do not lie apart.")
     weight = EncodedWeight(codec, tuple(parts))
@@ -49,10 +54,10 @@ def _taken(rows: Rows, weights: Mapping[str, EncodedWeight]) -> Source:
     return replace(plain, shape=rows.shape) if plain else weight
 
 
-def _run(place: Stored, slices: Iterable[slice]) -> Stored:
-    """Return these elements of a flat tensor, one run after another."""
+def _run(taken: Iterable[tuple[Stored, slice]]) -> Stored:
+    """Return these elements of flat tensors of one file, one run after another."""
     runs: list[tuple[int, int]] = []
-    for each in slices:
+    for place, each in taken:
         offset, count = place.offset + each.start * place.dtype.itemsize, each.stop - each.start
         if runs and runs[-1][0] + runs[-1][1] * place.dtype.itemsize == offset:
             runs[-1] = runs[-1][0], runs[-1][1] + count

@@ -61,6 +61,14 @@ class Rows:
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [self._part(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
+    def reshape(self, *sizes: int) -> Rows:
+        """As a tensor's. One of the sizes may be -1."""
+        known = prod(size for size in sizes if size != -1)
+        shape = tuple(prod(self.shape) // max(1, known) if size == -1 else size for size in sizes)
+        if prod(shape) != prod(self.shape):
+            raise ValueError(f"a tensor of {list(self.shape)} is none of {list(sizes)}")
+        return Rows(shape, self.runs, self.widths)
+
     def squeeze(self) -> Rows:
         """As a tensor's: without dimensions of 1."""
         return Rows(tuple(size for size in self.shape if size != 1), self.runs, self.widths)

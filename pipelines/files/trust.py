@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,6 +107,7 @@ def component_class(library: Any, name: Any) -> type:
             f"diffusers {diffusers.__version__} or transformers {transformers.__version__}. Other code is never loaded."
         )
     if needed := getattr(found, "_backends", None):
+        needed = [package for package in needed if find_spec(package) is None] or needed
         raise ImportError(f"{name} needs packages that are not installed: {', '.join(needed)}. Install them with pip.")
     if not issubclass(found, _parts_of_pipelines()):
         raise ValueError(

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from ....memory.weights.encoding import Source, holds, kernels_of
-from ....memory.weights.stored import Stored, file_identity, stamps_of
+from ....memory.weights.stored import Stored, file_identity, shards_of, stamps_of
 from ....memory.weights.unit import building
 from ..building import on_meta
 from ..components import Component
 from ..keys import key_text
 from ..placing import read_whole
 from .contents import SingleFile, type_of
-from .encoders import PICTURE, TEXT, read_encoder
+from .encoders import PICTURE, TEXT, read_encoder, reads_text_alone, without_tower
 from .layouts import Layout
 
 # What a ControlNet has of its transformer and no weight of it tells: where tokens lie, and how heads divide them.
@@ -35,8 +35,8 @@ class FileComponent(Component):
 
     @cached_property
     def files(self) -> tuple[list[Path], str | None]:
-        """The one file; it has no variant."""
-        return [self.single.path], None
+        """The one file, or its shards; it has no variant."""
+        return shards_of(self.single.path), None
 
     @cached_property
     def run_dtype(self) -> torch.dtype:
@@ -44,13 +44,13 @@ class FileComponent(Component):
         return self.dtype or type_of(self.single.path)
 
     def identity(self) -> list[str]:
-        """Digests of the file and of the config."""
-        return [file_identity(self.single.path), self._config_text]
+        """Digests of the file or its shards, and of the config."""
+        return [*map(file_identity, self.files[0]), self._config_text]
 
     @cached_property
     def key(self) -> Hashable:
         """The identity of the model: its file, and how it is run."""
-        return self.name, self.cls, self.run_dtype, self._config_text, stamps_of([self.single.path])
+        return self.name, self.cls, self.run_dtype, self._config_text, stamps_of(self.files[0])
 
     @cached_property
     def stored(self) -> dict[str, Source]:
@@ -134,8 +134,11 @@ def difference(cls: type, config: Mapping[str, Any], single: SingleFile) -> tupl
     return None
 
 
-def vae_component(base: Component, single: SingleFile) -> FileComponent:
-    """Return the VAE of `base` with the weights of a file. Raises ValueError, in one line, if the file is another's."""
+def plain_component(base: Component, single: SingleFile) -> FileComponent:
+    """Return a VAE, or what prepares text, with the weights of a file and the config of its `base`.
+
+    ValueError, in one line, where the file is another's.
+    """
     _layout_for(base, single)
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, base.config, single=single))
 
@@ -157,8 +160,15 @@ def controlnet_component(base: Component, single: SingleFile, transformer: Mappi
 def encoder_component(base: Component, path: Path) -> FileComponent:
     """Return a text or picture encoder of `base` with the weights of a file. Raises ValueError if it is another's."""
     dtype = base.dtype or type_of(path)
-    with building, on_meta(base.folder / "config.json", base.cls.__name__, [path]):
-        module: Any = replace(base, dtype=dtype)._structure()
+
+    def structure(of: Component) -> Any:
+        with building, on_meta(base.folder / "config.json", base.cls.__name__, [path]):
+            return replace(of, dtype=dtype)._structure()
+
+    module = structure(base)
+    if reads_text_alone(path, module):
+        base = replace(base, cls=without_tower(base.cls), config={**base.config, "_without_tower": True})
+        module = structure(base)
     module.tie_weights()
     single = read_encoder(path, module, dtype, TEXT if base.role == "text_encoder" else PICTURE)
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, base.config, single=single))

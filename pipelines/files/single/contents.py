@@ -13,14 +13,14 @@ import torch
 
 from ....memory.weights.encoded import encoded_weights
 from ....memory.weights.encoding import EncodedWeight, Source
-from ....memory.weights.stored import refuse_pickle
+from ....memory.weights.stored import refuse_pickle, shards_of
 from ..placing import placed
 from ..rows import Rows, left_over, whole
 from ..wrappers import unwrapped
-from .layouts import NO_CONVERTER, Config, Layout, Shapes, layout_of
+from .layouts import Config, Layout, Shapes, layout_of
 
 # Before the names of one model in files that ComfyUI writes, and in those of others; of all models in a whole pipeline.
-_OF_TRANSFORMERS = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.model.")
+_OF_TRANSFORMERS = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.model.", "net.")
 _OF_VAES = ("first_stage_model.", "vae.")
 _OF_OTHERS = ("text_encoders.", "text_encoder.", "cond_stage_model.", "conditioner.", "audio_vae.", "vocoder.")
 _PREFIXES: Mapping[str, tuple[str, ...]] = {"transformer": _OF_TRANSFORMERS, "VAE": _OF_VAES, "ControlNet": ()}
@@ -57,11 +57,52 @@ def read_single(
     refuse_pickle(path)
     weights = encoded_weights(path, dtype)
     layout, own = _recognised(path, weights, layouts, what)
-    if layout.converter == NO_CONVERTER and layout.is_original(own):
+    if layout.whole and layout.is_original(own) and len(shards_of(path)) > 1:
         raise ValueError(
-            f"{path} is {layout.title} with its original names, for which the installed diffusers has no converter. "
-            "Give the model's diffusers folder instead."
+            f"{path} is a shard of {layout.title}, whose original shards have their fused projections in another order "
+            "than its single files. Get the single file, or the model's diffusers folder."
         )
+    elsewhere = _names_of(layout, weights).values()
+    own = {name: full for name, full in own.items() if full not in elsewhere}
+    return _single(path, layout, own, weights, config, elsewhere)
+
+
+def parts_in(path: Path, layouts: Mapping[str, Layout]) -> list[str]:
+    """Return the names of those layouts whose components lie in a transformer's file. Raises as `read_single`."""
+    refuse_pickle(path)
+    weights = encoded_weights(path, torch.bfloat16)
+    return [name for name, layout in layouts.items() if _names_of(layout, weights)]
+
+
+def read_part(path: Path, layout: Layout, dtype: torch.dtype, config: Config) -> SingleFile:
+    """Return the component of `layout` that lies in a transformer's file. Raises as `read_single`."""
+    weights = encoded_weights(path, dtype)
+    own = _names_of(layout, weights)
+    return _single(path, layout, own, weights, config, weights.keys() - set(own.values()))
+
+
+def _names_of(layout: Layout, weights: Collection[str]) -> dict[str, str]:
+    """Return the full names of weights whose names begin as those `apart`, by their names without a prefix."""
+    if not layout.apart:
+        return {}
+    found = {}
+    for full in weights:
+        name = unwrapped(full)
+        prefix = next((each for each in _OF_TRANSFORMERS if name.startswith(each)), "")
+        if name.removeprefix(prefix).startswith(layout.apart):
+            found[name.removeprefix(prefix)] = full
+    return found
+
+
+def _single(
+    path: Path,
+    layout: Layout,
+    own: Mapping[str, str],
+    weights: Mapping[str, EncodedWeight],
+    config: Config,
+    elsewhere: Collection[str],
+) -> SingleFile:
+    """Return the model whose weights have the full names of `own`; those `elsewhere` are read as another's."""
     rows = {name: whole(full, weights[full].codec.shape) for name, full in own.items()}
     try:
         places = layout.places(rows, config)
@@ -75,7 +116,7 @@ def read_single(
     shapes.update({name: rows[name].shape for name in layout.unread if name in rows})
     spent = {own[name] for name in layout.unread if name in own}
     left = left_over({name: weight.codec.shape for name, weight in weights.items()}, places.values())
-    _refuse_left(path, layout, sorted(set(left) - spent), set(own.values()))
+    _refuse_left(path, layout, sorted(set(left) - spent - set(elsewhere)), set(own.values()))
     return SingleFile(path, layout.title, places, weights, shapes, layout)
 
 
@@ -122,6 +163,8 @@ def _refuse_left(path: Path, layout: Layout, left: Sequence[str], own: Collectio
 def type_of(path: Path) -> torch.dtype:
     """Return the default dtype of a file's weights: that of most bytes, bf16 if any are quantized.
 
+    float32 for float64, in which nothing runs: diffusers' own default.
+
     Raises FileNotFoundError, or ValueError in one line, for a file that is damaged, or of a format that is not known.
     """
     refuse_pickle(path)
@@ -132,4 +175,5 @@ def type_of(path: Path) -> torch.dtype:
             return torch.bfloat16
         if plain.dtype.is_floating_point:
             sizes[plain.dtype] += weight.codec.encoded_bytes
-    return sizes.most_common(1)[0][0] if sizes else torch.float32
+    most = sizes.most_common(1)[0][0] if sizes else torch.float32
+    return torch.float32 if most == torch.float64 else most

@@ -14,12 +14,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ....memory.weights.encoded import encoded_weights
+from ....memory.weights.gguf_file import is_gguf
 from ....memory.weights.stored import refuse_pickle
 from ..rows import whole
 from .contents import SingleFile
@@ -28,6 +29,8 @@ from .layouts import Shapes
 
 log = logging.getLogger("ballast")
 _TOWER = "visual."
+_OF_PICTURES = "vision_tower."
+_TOWERS = re.compile(r"^(?:vision_tower\.(?:vision_model\.)?|vision_model\.)")
 _GET = "Get the file of that encoder."
 _GET_SEEING = "It reads text alone: get a safetensors file that has the tower for pictures, too."
 
@@ -38,11 +41,13 @@ class Kind:
 
     prefix: re.Pattern[str]
     unread: tuple[str, ...]
+    towered: bool = False  # whether it may see pictures, too, by a tower whose names are told in several ways
 
     def plain(self, name: str) -> str:
         """Strip from a name the prefixes of the models around the encoder."""
         match = self.prefix.match(name)
-        return name[match.end() :] if match else name
+        plain = name[match.end() :] if match else name
+        return _TOWERS.sub(_OF_PICTURES, plain) if self.towered else plain
 
 
 TEXT = Kind(
@@ -50,8 +55,9 @@ TEXT = Kind(
     (
         "lm_head.", "logit_scale", "text_projection.", "visual.", "vision_model.", "visual_projection.", "decoder.",
         "multi_modal_projector.", "embeddings.position_ids", "rotary_emb.", "rope_freqs.", "spiece_model",
-        "tokenizer_json",
+        "tokenizer_json", "vision_tower.",
     ),
+    towered=True,
 )  # fmt: skip
 PICTURE = Kind(
     re.compile(r"(?:(?:image_encoder|clip_vision|model)\.)*(?:vision_model\.)?"),
@@ -73,6 +79,33 @@ def unprojected(cls: type) -> type:
     return type(cls.__name__, (cls,), {"__init__": init, "__module__": cls.__module__})
 
 
+class _NoTower(nn.Module):
+    def forward(self, *given: Any, **named: Any) -> NoReturn:
+        raise ValueError("the text encoder's file has no tower for pictures. Get one that has, or leave pictures out.")
+
+
+@functools.cache
+def without_tower(cls: type) -> type:
+    """Return the class of an encoder without the tower that sees pictures, which reads texts as before."""
+
+    def init(self: Any, config: Any) -> None:
+        cls.__init__(self, config)  # type: ignore[misc]
+        self.model.vision_tower = self.model.multi_modal_projector = _NoTower()
+
+    return type(cls.__name__, (cls,), {"__init__": init, "__module__": cls.__module__})
+
+
+def reads_text_alone(path: Path, module: nn.Module) -> bool:
+    """Return whether an encoder has a tower for pictures, which some pipelines never ask, and its file has none.
+
+    Raises FileNotFoundError, or ValueError in one line, for a damaged file.
+    """
+    if not any(TEXT.plain(name).startswith(_OF_PICTURES) for name, _ in module.named_parameters()):
+        return False
+    refuse_pickle(path)
+    return not any(_OF_PICTURES in TEXT.plain(name) for name in encoded_weights(path, torch.bfloat16))
+
+
 def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype, kind: Kind = TEXT) -> SingleFile:
     """Where the weights of an encoder, on `meta`, lie in a file. Reads none. `dtype` is what quantised ones become.
 
@@ -80,10 +113,12 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype, kind: Kind =
     """
     refuse_pickle(path)
     weights, what = dict(encoded_weights(path, dtype)), type(module).__name__
-    aliases_of, config = _names(module), getattr(module, "config", None)
+    aliases_of = _names(module)
+    config: Any = getattr(module, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     own = {kind.plain(alias) for aliases in aliases_of.values() for alias in aliases}
     named, architecture = _without_prefix(weights, own), ""
-    if path.suffix.lower() == ".gguf" and not any(".0." in name and kind.plain(name) in own for name in named.values()):
+    if is_gguf(path) and not any(".0." in name and kind.plain(name) in own for name in named.values()):
         architecture = architecture_of(path, getattr(config, "model_type", ""))
         named = names_in_gguf(architecture, weights)
     by_name: dict[str, str] = {}

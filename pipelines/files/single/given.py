@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ import torch
 
 from ..components import Component, names_class
 from ..trust import component_class
-from .component import FileComponent, another_model, encoder_component, transformer_component, vae_component
-from .contents import SingleFile, holds_vae, read_single, type_of
+from .component import FileComponent, another_model, encoder_component, plain_component, transformer_component
+from .contents import SingleFile, holds_vae, parts_in, read_part, read_single, type_of
 from .encoders import unprojected
+from .inside import PARTS
 from .processors import PairedProcessor
 from .published import comes_with_pack, folders_of, published_folder, usual_encoder
 from .spiece import CarriedTokenizer, carries_tokenizer, model_in
 from .transformers import LAYOUTS
-from .vaes import VAES
+from .vaes import of_class
 
 _ENCODER, _TRANSFORMER, _SECOND, _VAE = "text_encoder", "transformer", "transformer_2", "vae"
 _SEEING = "image_encoder"
@@ -79,6 +80,7 @@ class GivenFiles:
                 tokenizer = Component(reader, self.tokenizers[kind], cls, None, dict(settings))
                 makers[name] = partial(_reading, tokenizer)
         makers[_TRANSFORMER] = partial(_transformer, self.transformer)
+        makers |= {name: partial(_part, self.transformer, name) for name in self._inside if name in index}
         if self.transformer_2:
             makers[_SECOND] = partial(_transformer, self.transformer_2)
         if self.vae:
@@ -106,6 +108,11 @@ class GivenFiles:
         said = "has a file that is chosen already" if again else "is not chosen"
         return f"{_ENCODER}_{count + 1} {said}: {title} needs {what}."
 
+    @cached_property
+    def _inside(self) -> list[str]:
+        """The names of components that lie in the transformer's file as well."""
+        return parts_in(self.transformer, PARTS)
+
     def check_base(self, folder: Path, index: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, for a base of another model, before its other parts are asked for."""
         single = _read(self.transformer, None)
@@ -123,6 +130,11 @@ class GivenFiles:
             left.remove(path)
         if left:
             raise ValueError(_fits_none(left[0], [part for part in encoders if part.name not in read]))
+        if lost := [name for name in self._inside if name not in read]:
+            raise ValueError(
+                f"{self.transformer} holds {PARTS[lost[0]].title}, for which the base has no {lost[0]}. Give the "
+                "diffusers folder of that model as base."
+            )
         if self.transformer_2 == self.transformer:
             raise ValueError(f"{self.transformer} is given as both transformers. Give the other one as transformer_2.")
         if self.transformer_2 and _LOW.search(self.transformer.stem) and _HIGH.search(self.transformer_2.stem):
@@ -145,7 +157,12 @@ def _image_encoder(path: Path, base: Component) -> Component:
 
 
 def _vae(path: Path, base: Component) -> Component:
-    return vae_component(base, read_single(path, VAES, "VAE", base.dtype or type_of(path), base.config))
+    layouts = of_class(base.cls.__name__)
+    return plain_component(base, read_single(path, layouts, "VAE", base.dtype or type_of(path), base.config))
+
+
+def _part(path: Path, name: str, base: Component) -> Component:
+    return plain_component(base, read_part(path, PARTS[name], base.dtype or type_of(path), base.config))
 
 
 class _Choice:

@@ -10,11 +10,10 @@ from math import prod
 from typing import Any
 
 from ....memory.weights.encoding import holds
-from ..rows import Rows, Widths, traced
+from ..rows import Convert, Rows, Widths, traced
 
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
-NO_CONVERTER = ""
 
 
 class Shapes(dict[str, Shape]):
@@ -31,19 +30,21 @@ class Layout:
     """One kind of model: the classes of diffusers that run it, and how its files are known and read.
 
     A file has the `original` names, all of those given, or diffusers' `plain` ones. `converter` is a function of
-    `diffusers.loaders.single_file_utils`; None where the names are the same, NO_CONVERTER where diffusers has none for
-    the original ones. It gets names that begin with `prefix`, and none that begin as the `aside` do: these, and what
-    diffusers calls them. `told` gives the config values that the shapes tell, by diffusers' names and with what else
+    `diffusers.loaders.single_file_utils`, or one of ours where diffusers has none; None where the names are the
+    same. It gets names that begin with `prefix`, and none that begin as the `aside` do: these, and what diffusers calls
+    them. `told` gives the config values that the shapes tell, by diffusers' names and with what else
     the config says; those in `sizes` may be other than a base's: of a model that was made smaller. `unread` are names
     in original files that no class has a place for. `kernel` is diffusers' name of the convolution that makes patches.
-    `renamed` are patterns of names that ComfyUI gives the layers, each with the original one.
+    `renamed` are patterns of names that ComfyUI gives the layers, each with the original one. Names that begin as those
+    `apart` are of another component, which lies in the same file. One that is read `whole` alone has rows in another
+    order in its original shards.
     """
 
     title: str
     classes: tuple[str, ...]
     original: tuple[str, ...]
     plain: tuple[str, ...]
-    converter: str | None
+    converter: str | Convert | None
     told: Callable[[Shapes, Config], dict[str, Any]]
     sizes: frozenset[str]
     widths: Callable[[Shapes], Widths] | None = None
@@ -52,6 +53,8 @@ class Layout:
     aside: tuple[tuple[str, str], ...] = ()
     kernel: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
+    apart: tuple[str, ...] = ()
+    whole: bool = False
 
     def places(self, shapes: Mapping[str, Rows], config: Config) -> dict[str, Rows]:
         """Where each parameter of the class lies, by diffusers' names, from rows by the names in a file.
@@ -94,11 +97,13 @@ class Layout:
 
     def convert(self, weights: dict[str, Any], config: Config) -> Mapping[str, Any]:
         """Convert weights to diffusers' names."""
-        if self.converter is None:
-            return weights
         if self.renamed:
             for name in [name for name in weights if self.original_name(name) != name]:
                 weights[self.original_name(name)] = weights.pop(name)
+        if self.converter is None:
+            return weights
+        if not isinstance(self.converter, str):
+            return self.converter(weights)
         from diffusers.loaders import single_file_utils
 
         made = {

@@ -7,6 +7,7 @@ from typing import Any
 
 from .layouts import Config, Shapes
 
+ROPE = "rope.inv_freq"  # frequencies that follow from their number
 ZERO_TIME = "__index_timestep_zero__"  # an empty tensor that ComfyUI's files have: the references are at time 0
 
 
@@ -21,6 +22,10 @@ def flux(shapes: Shapes, config: Config) -> dict[str, Any]:
         "out_channels": shapes["proj_out.weight"][0],
         "joint_attention_dim": shapes["context_embedder.weight"][1],
     }
+
+
+def longcat(shapes: Shapes, config: Config) -> dict[str, Any]:
+    return {name: value for name, value in flux(shapes, config).items() if name != "out_channels"}  # as many as in
 
 
 def flux1(shapes: Shapes, config: Config) -> dict[str, Any]:
@@ -98,7 +103,103 @@ def qwen_image(shapes: Shapes, config: Config) -> dict[str, Any]:
         "out_channels": shapes["proj_out.weight"][0] // config["patch_size"] ** 2,
         "joint_attention_dim": shapes["txt_in.weight"][1],
     }
+    added = "time_text_embed.addition_t_embedding.weight"  # of Layered
+    told["use_additional_t_cond"] = added in shapes
     return told | ({"zero_cond_t": True} if ZERO_TIME in shapes else {})
+
+
+def qwen_image21(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, head = shapes["img_in.weight"][0], shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": shapes["img_in.weight"][1] // config["patch_size"] ** 2,
+        "out_channels": shapes["proj_out.weight"][0] // config["patch_size"] ** 2,
+        "context_in_dim": shapes["txt_in.in_layer.weight"][1],
+        "mlp_ratio": shapes["transformer_blocks.0.img_mlp.out.weight"][1] // width,
+    }
+
+
+def krea2(shapes: Shapes, config: Config) -> dict[str, Any]:
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    text = "text_fusion.layerwise_blocks.0."
+    text_head = shapes[f"{text}attn.norm_q.weight"][0]
+    return {
+        "in_channels": shapes["img_in.weight"][1],
+        "num_layers": shapes.count("transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": shapes["transformer_blocks.0.attn.to_q.weight"][0] // head,
+        "num_key_value_heads": shapes["transformer_blocks.0.attn.to_k.weight"][0] // head,
+        "intermediate_size": shapes["transformer_blocks.0.ff.gate.weight"][0],
+        "timestep_embed_dim": shapes["time_embed.linear_1.weight"][1],
+        "text_hidden_dim": shapes["txt_in.linear_1.weight"][1],
+        "num_text_layers": shapes["text_fusion.projector.weight"][1],
+        "text_num_attention_heads": shapes[f"{text}attn.to_q.weight"][0] // text_head,
+        "text_num_key_value_heads": shapes[f"{text}attn.to_k.weight"][0] // text_head,
+        "text_intermediate_size": shapes[f"{text}ff.gate.weight"][0],
+        "num_layerwise_text_blocks": shapes.count("text_fusion.layerwise_blocks."),
+        "num_refiner_text_blocks": shapes.count("text_fusion.refiner_blocks."),
+    }
+
+
+def cosmos(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs = shapes["patch_embed.proj.weight"]
+    patch, head = prod(config["patch_size"]), shapes["transformer_blocks.0.attn1.norm_q.weight"][0]
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": inputs // patch - bool(config["concat_padding_mask"]),
+        "out_channels": shapes["proj_out.weight"][0] // patch,
+        "mlp_ratio": shapes["transformer_blocks.0.ff.net.0.proj.weight"][0] / width,
+        "text_embed_dim": shapes["transformer_blocks.0.attn2.to_k.weight"][1],
+        "adaln_lora_dim": shapes["transformer_blocks.0.norm1.linear_1.weight"][0],
+        "extra_pos_embed_type": "learnable" if "learnable_pos_embed.pos_emb_t" in shapes else None,
+    }
+
+
+def minimax_h3(shapes: Shapes, config: Config) -> dict[str, Any]:
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    told = {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_refiner_layers": shapes.count("token_refiner.refiner_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": shapes["transformer_blocks.0.attn.to_q.weight"][0] // head,
+        "hidden_size": shapes["proj_in.weight"][0],
+        "ffn_dim": shapes["transformer_blocks.0.ff.net.2.weight"][1],
+        "in_channels": shapes["proj_out.weight"][0] // prod(config["patch_size"]),
+        "audio_in_channels": shapes["audio_proj_out.weight"][0],
+        "text_dim": shapes["context_embedder.weight"][1],
+        "freq_dim": shapes["time_embedder.linear_1.weight"][1],
+        "time_embed_hidden_dim": shapes["time_embedder.linear_1.weight"][0],
+        "time_embed_dim": shapes["time_embedder.linear_2.weight"][0],
+    }
+    return told | ({"rope_freq_dim": shapes[ROPE][0]} if ROPE in shapes else {})
+
+
+def ltx2(shapes: Shapes, config: Config) -> dict[str, Any]:
+    captions = shapes.get("caption_projection.linear_1.weight")
+    block = "transformer_blocks.0."
+    told = {
+        "num_layers": shapes.count("transformer_blocks."),
+        "use_prompt_embeddings": captions is not None,
+        "use_keyframes_abs_pos_embedding": "keyframes_abs_pos_embedding" in shapes,
+        "ff_bias": f"{block}ff.net.2.bias" in shapes,
+        "audio_ff_bias": f"{block}audio_ff.net.2.bias" in shapes,
+    }
+    for kind in ("", "audio_"):
+        told |= {
+            f"{kind}num_attention_heads": shapes[f"{kind}proj_in.weight"][0] // config[f"{kind}attention_head_dim"],
+            f"{kind}in_channels": shapes[f"{kind}proj_in.weight"][1],
+            f"{kind}out_channels": shapes[f"{kind}proj_out.weight"][0],
+            f"{kind}cross_attention_dim": shapes[f"{block}{kind}attn2.to_k.weight"][1],
+            f"{kind}gated_attn": f"{block}{kind}attn1.to_gate_logits.weight" in shapes,
+            f"{kind}cross_attn_mod": shapes[f"{block}{kind}scale_shift_table"][0] == 9,
+        }
+    if told["cross_attn_mod"] or told["audio_cross_attn_mod"]:
+        told["use_prompt_adaln_single"] = "prompt_adaln.linear.weight" in shapes
+    return told | ({"caption_channels": captions[1]} if captions else {})
 
 
 def z_image(shapes: Shapes, config: Config) -> dict[str, Any]:
@@ -171,6 +272,27 @@ def hunyuan_video15(shapes: Shapes, config: Config) -> dict[str, Any]:
         "text_embed_dim": shapes["context_embedder.proj_in.weight"][1],
         "text_embed_2_dim": shapes["context_embedder_2.linear_1.weight"][1],
         "image_embed_dim": shapes["image_embedder.linear_1.weight"][1],
+        "use_meanflow": "time_embed.timestep_embedder_r.linear_1.weight" in shapes,
+    }
+
+
+def hunyuan_image(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels, *patch = shapes["x_embedder.proj.weight"]
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    glyphs = shapes.get("context_embedder_2.linear_1.weight")
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_single_layers": shapes.count("single_transformer_blocks."),
+        "num_refiner_layers": shapes.count("context_embedder.token_refiner.refiner_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": channels,
+        "out_channels": shapes["proj_out.weight"][0] // prod(patch),
+        "patch_size": patch,
+        "text_embed_dim": shapes["context_embedder.proj_in.weight"][1],
+        "text_embed_2_dim": glyphs and glyphs[1],
+        "guidance_embeds": "time_guidance_embed.guidance_embedder.linear_1.weight" in shapes,
+        "use_meanflow": "time_guidance_embed.timestep_embedder_r.linear_1.weight" in shapes,
     }
 
 

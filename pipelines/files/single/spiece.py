@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ....memory.files import one_line
-from ....memory.weights.gguf_file import read_gguf_arrays, read_gguf_header
+from ....memory.weights.gguf_file import is_gguf, read_gguf_arrays, read_gguf_header
 from ....memory.weights.stored import file_identity, read_header, read_tensors, refuse_pickle
 from ..components import Component
 from ..keys import key_text
@@ -80,7 +80,7 @@ class CarriedTokenizer(Component):
 def carries_tokenizer(path: Path) -> bool:
     """Return whether an encoder's file has a SentencePiece tokenizer too. ValueError for a damaged one."""
     refuse_pickle(path)
-    if path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         return read_gguf_header(path).facts.get(f"{_GGUF}.model") in _IN_GGUF
     return _BLOB in read_header(path)
 
@@ -97,7 +97,7 @@ def _spiece_in(path: Path) -> Spiece:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes, which no tokenizer has")
         return read_spiece(path.read_bytes())
-    if path.suffix.lower() != ".gguf":
+    if not is_gguf(path):
         return read_spiece(bytes(read_tensors([path], [_BLOB])[_BLOB].numpy()))
     names = ("tokens", "scores", "token_type", "precompiled_charsmap")
     found: Mapping[str, Sequence[Any]] = read_gguf_arrays(path, [f"{_GGUF}.{name}" for name in names])

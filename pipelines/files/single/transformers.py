@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..rows import Widths
-from . import shapes
-from .layouts import NO_CONVERTER, Layout, Shapes
+from . import name_tables, shapes
+from .inside import PARTS
+from .layouts import Layout, Shapes
 
 _DEPTH = ("num_layers", "num_single_layers", "num_attention_heads")
 
@@ -32,6 +33,19 @@ def _grouped(found: Shapes) -> Widths:
 
 
 _SCALES = ((r"(_norm|norms\.\d+)\.weight$", r"\1.scale"),)  # as later versions of ComfyUI save norms
+_HUNYUAN_IN_COMFYUI = (
+    (r"(_mod|modulation)\.lin\.", r"\1.linear."),
+    (r"_attn\.(qkv|proj)\.", r"_attn_\1."),
+    (r"_attn\.norm\.(q|k)(uery|ey)_norm\.", r"_attn_\1_norm."),
+    (r"\.norm\.(q|k)(uery|ey)_norm\.", r".\1_norm."),
+    (r"_norm\.scale$", "_norm.weight"),
+    (r"(_mlp|blocks\.\d+\.mlp)\.0\.", r"\1.fc1."),
+    (r"(_mlp|blocks\.\d+\.mlp)\.2\.", r"\1.fc2."),
+    (r"(time_in|time_r_in|guidance_in|t_embedder)\.in_layer\.", r"\1.mlp.0."),
+    (r"(time_in|time_r_in|guidance_in|t_embedder)\.out_layer\.", r"\1.mlp.2."),
+    (r"c_embedder\.in_layer\.", "c_embedder.linear_1."),
+    (r"c_embedder\.out_layer\.", "c_embedder.linear_2."),
+)
 
 LAYOUTS = (
     Layout(
@@ -58,13 +72,39 @@ LAYOUTS = (
     Layout(
         "FLUX.1",
         ("FluxTransformer2DModel",),
-        ("double_blocks.0.img_attn.norm.key_norm.scale", "vector_in.in_layer.weight"),
-        ("single_transformer_blocks.0.proj_mlp.weight", "context_embedder.weight"),
+        ("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight", "img_in.bias"),
+        (
+            "single_transformer_blocks.0.proj_mlp.weight",
+            "time_text_embed.text_embedder.linear_1.weight",
+            "x_embedder.bias",
+        ),
         "convert_flux_transformer_checkpoint_to_diffusers",
         shapes.flux1,
         frozenset(_DEPTH),
         widths=_after("img_in.weight"),
         renamed=_SCALES,
+    ),
+    Layout(
+        "Ovis-Image",
+        ("OvisImageTransformer2DModel",),
+        ("double_blocks.0.img_mlp.gate_proj.weight", "img_in.bias"),
+        ("context_embedder_norm.weight", "single_transformer_blocks.0.proj_mlp.weight"),
+        name_tables.OVIS,
+        shapes.flux,
+        frozenset(_DEPTH),
+    ),
+    Layout(
+        "LongCat-Image",
+        ("LongCatImageTransformer2DModel",),
+        ("double_blocks.0.img_mlp.0.weight", "time_in.in_layer.weight", "img_in.bias"),
+        (
+            "time_embed.timestep_embedder.linear_1.weight",
+            "single_transformer_blocks.0.proj_mlp.weight",
+            "x_embedder.bias",
+        ),
+        name_tables.LONGCAT,
+        shapes.longcat,
+        frozenset(_DEPTH),
     ),
     Layout(
         "Stable Diffusion 3",
@@ -86,6 +126,15 @@ LAYOUTS = (
         frozenset({*_DEPTH, "ffn_dim"}),
         aside=(("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"),),
         kernel="patch_embedding.weight",
+    ),
+    Layout(
+        "Qwen-Image 2.1",
+        ("QwenImage21Transformer2DModel",),
+        ("txt_in.text_norm.weight", "modulation.1.weight", "transformer_blocks.0.img_mlp.out.weight"),
+        (),
+        "convert_qwen_image21_transformer_checkpoint_to_diffusers",
+        shapes.qwen_image21,
+        frozenset(_DEPTH),
     ),
     Layout(
         "Qwen-Image",
@@ -119,6 +168,49 @@ LAYOUTS = (
         unread=("norm_final.weight",),
     ),
     Layout(
+        "Krea 2",
+        ("Krea2Transformer2DModel",),
+        ("txtfusion.projector.weight", "blocks.0.attn.wq.weight"),
+        ("text_fusion.projector.weight", "transformer_blocks.0.attn.to_gate.weight"),
+        "convert_krea2_transformer_checkpoint_to_diffusers",
+        shapes.krea2,
+        frozenset({"num_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"}),
+    ),
+    Layout(
+        "Cosmos Predict2",
+        ("CosmosTransformer3DModel",),
+        ("blocks.0.adaln_modulation_self_attn.1.weight", "x_embedder.proj.1.weight"),
+        ("transformer_blocks.0.norm1.linear_1.weight", "patch_embed.proj.weight", "time_embed.norm.weight"),
+        "convert_cosmos_transformer_checkpoint_to_diffusers",
+        shapes.cosmos,
+        frozenset({"num_layers", "num_attention_heads"}),
+        unread=tuple(f"pos_embedder.{name}" for name in ("seq", "dim_spatial_range", "dim_temporal_range")),
+        apart=PARTS["text_conditioner"].apart,
+    ),
+    Layout(
+        "MiniMax-H3",
+        ("MiniMaxH3Transformer3DModel",),
+        ("video_patch_proj.weight", "audio_patch_proj.weight", "blocks.0.attn.qkv_proj.weight"),
+        ("token_refiner.refiner_blocks.0.norm1.weight", "transformer_blocks.0.adaln_proj.linear.weight"),
+        "convert_minimax_h3_transformer_checkpoint_to_diffusers",
+        shapes.minimax_h3,
+        frozenset({"num_layers", "num_attention_heads", "num_refiner_layers", "hidden_size", "ffn_dim"}),
+        unread=(shapes.ROPE,),
+        whole=True,
+    ),
+    Layout(
+        "LTX-2",
+        ("LTX2VideoTransformer3DModel",),
+        ("patchify_proj.weight", "audio_patchify_proj.weight", "audio_adaln_single.linear.weight"),
+        ("audio_proj_in.weight", "av_cross_attn_video_a2v_gate.linear.weight"),
+        "convert_ltx2_transformer_to_diffusers",
+        shapes.ltx2,
+        frozenset({"num_layers"}),
+        # of LTX-2.3, which diffusers' converter leaves as they are
+        renamed=((r"^(audio_)?prompt_adaln_single\.", r"\1prompt_adaln."),),
+        apart=PARTS["connectors"].apart,
+    ),
+    Layout(
         "LTX-Video",
         ("LTXVideoTransformer3DModel",),
         ("patchify_proj.weight", "adaln_single.linear.weight", "caption_projection.linear_1.weight"),
@@ -132,33 +224,34 @@ LAYOUTS = (
         ("HunyuanVideo15Transformer3DModel",),
         ("cond_type_embedding.weight", "byt5_in.fc1.weight"),
         ("cond_type_embed.weight", "context_embedder_2.linear_1.weight"),
-        NO_CONVERTER,
+        name_tables.HUNYUAN_VIDEO_15,
         shapes.hunyuan_video15,
         frozenset({"num_layers", "num_attention_heads", "num_refiner_layers"}),
         kernel="x_embedder.proj.weight",
+        renamed=_HUNYUAN_IN_COMFYUI,
     ),
     Layout(
         "HunyuanVideo",
         ("HunyuanVideoTransformer3DModel",),
-        ("txt_in.individual_token_refiner.blocks.0.self_attn_qkv.weight", "double_blocks.0.img_attn_qkv.weight"),
-        ("context_embedder.proj_in.weight", "single_transformer_blocks.0.proj_mlp.weight"),
+        ("txt_in.individual_token_refiner.blocks.0.self_attn_qkv.weight", "vector_in.in_layer.weight"),
+        ("context_embedder.proj_in.weight", "time_text_embed.text_embedder.linear_1.weight"),
         "convert_hunyuan_video_transformer_to_diffusers",
         shapes.hunyuan_video,
         frozenset({*_DEPTH, "num_refiner_layers"}),
         widths=_after("img_in.proj.bias"),  # its kernel may be folded
         kernel="x_embedder.proj.weight",
-        renamed=(
-            (r"(_mod|modulation)\.lin\.", r"\1.linear."),
-            (r"_attn\.(qkv|proj)\.", r"_attn_\1."),
-            (r"_attn\.norm\.(q|k)(uery|ey)_norm\.", r"_attn_\1_norm."),
-            (r"\.norm\.(q|k)(uery|ey)_norm\.", r".\1_norm."),
-            (r"(_mlp|blocks\.\d+\.mlp)\.0\.", r"\1.fc1."),
-            (r"(_mlp|blocks\.\d+\.mlp)\.2\.", r"\1.fc2."),
-            (r"(time_in|guidance_in|t_embedder)\.in_layer\.", r"\1.mlp.0."),
-            (r"(time_in|guidance_in|t_embedder)\.out_layer\.", r"\1.mlp.2."),
-            (r"c_embedder\.in_layer\.", "c_embedder.linear_1."),
-            (r"c_embedder\.out_layer\.", "c_embedder.linear_2."),
-        ),
+        renamed=_HUNYUAN_IN_COMFYUI,
+    ),
+    Layout(
+        "HunyuanImage",
+        ("HunyuanImageTransformer2DModel",),
+        ("txt_in.individual_token_refiner.blocks.0.self_attn_qkv.weight", "single_blocks.0.linear1.weight"),
+        ("context_embedder.proj_in.weight", "time_guidance_embed.timestep_embedder.linear_1.weight"),
+        name_tables.HUNYUAN_IMAGE,
+        shapes.hunyuan_image,
+        frozenset({*_DEPTH, "num_refiner_layers"}),
+        kernel="x_embedder.proj.weight",
+        renamed=_HUNYUAN_IN_COMFYUI,
     ),
     Layout(
         "AuraFlow",

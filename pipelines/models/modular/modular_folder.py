@@ -12,6 +12,7 @@ import torch
 from ....memory.files import check_links, read_json
 from ...files.components import Component, read_components
 from ...files.recognition import MODULAR_INDEX
+from ...files.single.given import GivenFiles
 from ...files.trust import named_class
 
 
@@ -31,8 +32,11 @@ class ModularFolder:
     config: Mapping[str, Any]
 
 
-def read_modular(folder: Path, dtype: torch.dtype | None) -> ModularFolder:
-    """Read the configs of a folder. Raises ValueError, in one line, for one that names other code than diffusers'."""
+def read_modular(folder: Path, dtype: torch.dtype | None, files: GivenFiles | None = None) -> ModularFolder:
+    """Read the configs of a folder, some of whose components have their weights in `files`.
+
+    ValueError, in one line, for one that names other code than diffusers', or for files of another model.
+    """
     path = folder / MODULAR_INDEX
     check_links([path], folder)
     index = read_json(path)
@@ -53,7 +57,9 @@ def read_modular(folder: Path, dtype: torch.dtype | None) -> ModularFolder:
         named[name] = kinds
         if place != folder / name:
             elsewhere[name] = place
-    components = read_components(folder, named, dtype, elsewhere)
+    components = read_components(folder, named, dtype, elsewhere, files.components(named) if files else None)
+    if files:
+        files.check_read(components.values())
     _leave_out_rewriting(blocks, components)
     known = {spec.name for spec in blocks.expected_configs}
     config = {name: value for name, value in index.items() if name in known}

@@ -24,6 +24,7 @@ from ...equivalence.modular_check import prove_modular
 from ...equivalence.verdicts import Verdict
 from ...files.components import parse_dtype
 from ...files.recognition import title_of
+from ...files.single.given import GivenFiles
 from ...lora.weight_names import Converters
 from ...options import check_known, check_stage
 from ...planning.forecasts import quietly
@@ -523,14 +524,17 @@ def _absent(name: str) -> Callable[..., NoReturn]:
     return call
 
 
-def open_modular(folder: Path, dtype: str | torch.dtype, claims: Claims) -> ModularModel:
+def open_modular(
+    folder: Path, dtype: str | torch.dtype, claims: Claims, files: GivenFiles | None = None
+) -> ModularModel:
     """Open a folder with `modular_model_index.json`, and compare its blocks in stages with its own call."""
-    source = read_modular(folder, parse_dtype(dtype))
-    units = {c.name: claims.claim(c, folder.name) for c in source.components.values() if c.is_module}
+    source = read_modular(folder, parse_dtype(dtype), files)
+    label = files.transformer.stem if files else folder.name
+    units = {c.name: claims.claim(c, label) for c in source.components.values() if c.is_module}
     parts = Components(
         folder,
         source.pipeline_class.__name__,
-        title_of(folder),
+        title_of(files.transformer if files else folder),
         "",
         source.components,
         source.config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -257,3 +258,15 @@ def test_quantized_weights_are_refused(copied: Path) -> None:
 def test_latents_with_frames_for_a_picture(copied: Path) -> None:
     with pytest.raises(ValueError, match="in 5 dimensions"):
         ballast.open_pipeline(copied, device="cpu").decode(torch.zeros(1, 4, 1, 4, 6))
+
+
+def test_a_scheduler_whose_package_is_missing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is missing is named: torch is always there."""
+    from diffusers.utils.dummy_torch_and_torchsde_objects import DPMSolverSDEScheduler
+
+    monkeypatch.setattr("diffusers.DPMSolverSDEScheduler", DPMSolverSDEScheduler)
+    edit(copied / "model_index.json", scheduler=["diffusers", "DPMSolverSDEScheduler"])
+    if find_spec("torchsde") is None:
+        assert "packages that are not installed: torchsde. Install" in refusal(copied, ImportError)
+    else:
+        assert "torchsde" in refusal(copied, ImportError)

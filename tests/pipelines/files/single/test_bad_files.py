@@ -12,6 +12,7 @@ import torch
 from ballast.memory import manager
 from safetensors.torch import save_file
 from single_files import base_of, state_of, transformer_file
+from single_files.newer_models import NEWER
 
 Folders = Callable[[str], Path]
 State = dict[str, torch.Tensor]
@@ -193,17 +194,21 @@ def test_what_else_a_file_holds_is_told(
     assert "first_stage_model, text_encoders" in caplog.text
 
 
-def test_original_names_that_diffusers_does_not_convert(tiny_folders: Folders, tmp_path: Path) -> None:
-    """HunyuanVideo 1.5's are refused for what they are; with diffusers' names beside a base the file is read."""
-    folder = tiny_folders("hunyuan_video15")
-    names = ("cond_type_embedding.weight", "byt5_in.fc1.weight", "double_blocks.0.img_attn_q.weight")
-    path = tmp_path / "hunyuanvideo1.5_720p_t2v_fp16.safetensors"
-    save_file({f"model.diffusion_model.{name}": torch.zeros(4, 4) for name in names}, path)
-    for options in ({}, {"base": folder}):
-        said = refusal(path, **options)
-        assert "HunyuanVideo 1.5 with its original names" in said and "diffusers folder" in said
-    save_file(state := state_of(folder), path)
-    pipe: Any = ballast.open_pipeline(path, device="cpu", base=base_of(folder, tmp_path / "base"))
+def test_names_that_no_table_of_ours_has(tiny_folders: Folders, tmp_path: Path) -> None:
+    """diffusers has no converter for HunyuanVideo 1.5; ours refuses what it does not know, and names it."""
+    folder, path = tiny_folders("hunyuan_video15"), tmp_path / "hunyuanvideo1.5_720p_t2v_fp16.safetensors"
+    base, state = base_of(folder, tmp_path / "base"), state_of(folder)
+    known = {name: tensor.contiguous() for name, tensor in NEWER["hunyuan_video15"].original(state).items()}
+    for name, said in (
+        ("double_blocks.0.img_attn_extra.weight", "no place for, such as double_blocks.0.img_attn_extra.weight"),
+        ("double_blocks.7.img_attn_qkv.weight", "lacks"),
+    ):
+        save_file(known | {name: torch.zeros(6, 4)}, path)
+        assert said in refusal(path, base=base)
+    save_file({name: tensor for name, tensor in known.items() if "img_in" not in name}, path)
+    assert "img_in.proj" in refusal(path, base=base) or "x_embedder.proj" in refusal(path, base=base)
+    save_file(known, path)
+    pipe: Any = ballast.open_pipeline(path, device="cpu", base=base)
     unit = pipe.model.components["transformer"].unit("")
     unit.load()
     assert all(torch.equal(unit.module.state_dict()[name], tensor) for name, tensor in state.items())

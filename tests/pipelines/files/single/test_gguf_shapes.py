@@ -179,3 +179,17 @@ def test_a_folder_of_gguf(kind: Type | None, tiny_folders: Folders, tmp_path: Pa
         _, encode, sample, _ = tiny.stages("wan", copy, "cpu", dtype="float32", cache_dir=tmp_path / "cache")
         sample(encode())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin2", "model"])
+def test_gguf_by_another_name(name: str, tiny_folders: Folders, tmp_path: Path) -> None:
+    """Files that were renamed are told by their first bytes, encoders as well."""
+    folder, base = tiny_folders("flux"), base_of(tiny_folders("flux"), tmp_path / "base")
+    path = write(tmp_path / "flux.gguf", original("flux", state_of(folder))).rename(tmp_path / name)
+    encoder = write(tmp_path / "t5.gguf", state_of(folder, "text_encoder_2")).rename(tmp_path / f"t5_{name}")
+    index = {part: read_model_index(base)[part] for part in ("transformer", "text_encoder_2")}
+    found = read_components(base, index, None, None, GivenFiles(path, (encoder,)).components(index))
+    for part in index:
+        (unit := found[part].unit("")).load()
+        state = unit.module.state_dict()
+        assert all(torch.equal(state[key], value) for key, value in state_of(folder, part).items())

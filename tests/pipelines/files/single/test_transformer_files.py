@@ -16,6 +16,7 @@ from ballast.pipelines.files.single.component import FileComponent
 from ballast.pipelines.files.single.given import GivenFiles
 from safetensors.torch import save_file
 from single_files import base_of, state_of, transformer_file
+from single_files.comfy_folders import write_gguf
 from single_files.original_names import ORIGINALS, converted, in_comfyui, original
 
 Folders = Callable[[str], Path]
@@ -145,6 +146,39 @@ def test_the_type_of_the_file_is_kept(dtype: torch.dtype, tiny_folders: Folders,
             found = unit.module.state_dict()[key]
             assert found.dtype == (asked or dtype)
             assert torch.equal(found, tensor.to(dtype).to(found.dtype)), key
+
+
+def test_float64_runs_in_float32(tiny_folders: Folders, tmp_path: Path, kept: Path) -> None:
+    """Nothing runs in float64, and diffusers' own default is float32."""
+    folder = tiny_folders("flux")
+    change = lambda state: {name: tensor.double() for name, tensor in state.items()}  # noqa: E731
+    path = transformer_file("flux", folder, tmp_path / "model.safetensors", change=change)
+    (unit := component(path, base_of(folder, kept / "flux")).unit("")).load()
+    state = unit.module.state_dict()
+    assert all(
+        torch.equal(state[key], value) and state[key].dtype == value.dtype for key, value in state_of(folder).items()
+    )
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "gguf"])
+def test_any_shard_stands_for_all(ending: str, tiny_folders: Folders, tmp_path: Path, kept: Path) -> None:
+    """As the original repositories hold large models; one that is missing is named."""
+    folder = tiny_folders("flux")
+    state = {name: tensor.contiguous() for name, tensor in original("flux", state_of(folder)).items()}
+    names = sorted(state)
+    paths = [tmp_path / f"model-0000{number}-of-00003.{ending}" for number in (1, 2, 3)]
+    for number, path in enumerate(paths):
+        some = {name: state[name] for name in names[number::3]}
+        write_gguf(path, some) if ending == "gguf" else save_file(some, path)
+    for path in paths[:2]:
+        found = component(path, base_of(folder, kept / "flux"), torch.float32)
+        (unit := found.unit("")).load()
+        got = unit.module.state_dict()
+        assert all(torch.equal(got[key], value) for key, value in state_of(folder).items())
+        assert len(found.identity()) == 4
+    paths[2].unlink()
+    with pytest.raises(FileNotFoundError, match=r"^[^\n]*model-00003-of-00003[^\n]* is missing beside"):
+        component(paths[0], base_of(folder, kept / "flux"))
 
 
 def test_two_experts_from_two_files(tiny_folders: Folders, tmp_path: Path, kept: Path, sim: ModuleType) -> None:
