@@ -28,7 +28,7 @@ from .lora.use import Given as Loras
 from .lora.use import named, notes_of, open_loras, refuse_scales
 from .models.model import Model, OnStep, Request
 from .options import TRUE_CFG, check_values, plain_defaults, plain_number, steps_of
-from .planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_batch, plan_run
+from .planning.plans import TYPICAL_PROMPT, NoBudgetError, PlanSound, Run, plan_batch, plan_run
 from .runner import Runner, Settings
 from .sampling.batches import prompts_of
 from .sampling.kernels import AUTO
@@ -39,7 +39,7 @@ from .stages.batch_runs import BatchRuns, Item, Latents, Made
 from .stages.encode import encode_text, encoding_of, text_of
 from .stages.image_conditioning import plan_image_encoding
 from .stages.vae_stages import decode_sound, pixels_of, vae_run
-from .stock.sound import Sound
+from .stock.sound import DECODING_SOUND, Sound
 
 StageName = Literal["encode", "sample", "decode"]
 
@@ -592,6 +592,7 @@ class Pipeline:
                 ram is not None or self.ram_bytes is not None,
                 once,
                 lockstep,
+                _plan_sound(job.model),
             )
             return plan_run(run, budget_bytes, ram_bytes, rates, self.manager.ram_state(ram_bytes))
 
@@ -600,6 +601,13 @@ class Pipeline:
 
         with runner.adapters([*self.encoders, *job.model.denoisers]), sampling.keeping(job):
             return plan_batch(planned, job.batch.count, together)
+
+
+def _plan_sound(model: Model) -> PlanSound | None:
+    """Return the stage that decodes the sound of a model, to plan; None for one that draws none."""
+    if (sound := model.sound) is None:
+        return None
+    return PlanSound(DECODING_SOUND, sound.units, functools.partial(sound.forecast, model.forecaster))
 
 
 def _caveat(own: str, cards: int) -> str:

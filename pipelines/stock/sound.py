@@ -112,6 +112,15 @@ class SoundDecoder:
             return forecaster.dry_run(modules, run)
 
 
+def one_after_the_other(sound: Sound, seconds: float) -> torch.Tensor:
+    """Return the waveform [1,C,T] of several videos in one, each of which takes so many seconds; one stays as it is."""
+    if len(sound.waveform) == 1:
+        return sound.waveform
+    length = round(seconds * sound.sample_rate)
+    cut = sound.waveform[..., :length]
+    return torch.cat(nn.functional.pad(cut, (0, length - cut.shape[-1])).split(1), dim=-1)
+
+
 def as_waveform(sound: torch.Tensor) -> torch.Tensor:
     """Return sound [B,C,T] of that, or of one channel [B,T]."""
     return sound if sound.ndim > 2 else sound.unsqueeze(1)

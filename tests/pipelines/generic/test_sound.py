@@ -24,11 +24,7 @@ FRAMES, PROMPT, NEGATIVE = 9, "a red boat", "blurry, grey"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sound") / "ltx2"
-    parts = newest.seeded(newest.ltx2)
-    parts["tokenizer"].padding_side = "left"  # as that of the real one
-    diffusers.LTX2Pipeline(**parts).save_pretrained(path)
-    return path
+    return newest.ltx2_class(tmp_path_factory.mktemp("sound") / "ltx2")
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +112,15 @@ def test_sound_that_is_not_the_stock_calls_is_left_out(opened: Opened) -> None:
     with pytest.raises(ValueError, match="makes other sound"):
         latents = torch.zeros(1, 4, 1, 1, 1)
         sound_check.check_sound(replace(sound), latents, {u.name: u.module for u in sound.units}, torch.ones(1, 2, 8))
+
+
+def test_what_makes_the_sound_is_planned(opened: Opened, sim: ModuleType) -> None:
+    """Its stage comes last, and takes what was planned."""
+    pipe = opened("sim")
+    plan = pipe.plan(frames=FRAMES, vram="1GB", **RUN)
+    stage = plan.stages[-1]
+    assert stage.name == "decode sound" and [unit.unit for unit in stage.units] == ["audio_vae", "vocoder"]
+    latents = sampled(pipe)
+    sim.reset_stats()
+    pipe.decode_sound(latents)
+    assert 0.95 * stage.peak_vram_bytes <= sim.stats().peak_bytes <= stage.peak_vram_bytes
