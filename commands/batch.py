@@ -250,7 +250,7 @@ def _followed(
                     why += f" The latent is not lost: it is in {job.result.latents}."
                 failed |= dict.fromkeys(job.lines, why)
             elif made.images is not None:
-                job.result.write(made.images, pipe.frame_rate)
+                job.result.write(made.images, pipe.frame_rate, made.sound)
                 written += len(job.lines)
             through = parts[: parts.index(made.stage) + 1] if made.error is None else parts
             moved(made.number, sum(_PARTS[part] for part in through), made.stage)

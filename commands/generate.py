@@ -24,6 +24,7 @@ from .arguments import (
     text_arguments,
 )
 from .images import PICTURES, VIDEOS, check_film, check_output, open_image, opened_pictures, save_images, save_picture
+from .sounds import WAV, part_of, write_wav
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ..pipelines import Pipeline
 
 LATENT = ".latent"  # the end of a file of latents, as ComfyUI's Save Latent names it
+NO_SOUND = "the latents have no sound: a copy of them, or ComfyUI's Save Latent, keeps the pictures alone."
 SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU
 
 
@@ -64,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=expanded,
         required=True,
-        help="a .png, .jpg or .webp; for a video .mp4, .webp, .gif, or a .png for each frame; --end-step: a .latent",
+        help="a .png, .jpg or .webp; for a video .mp4, .webp, .gif, or a .png for each frame; for sound alone a .wav; "
+        "--end-step: a .latent",
     )
     parser.add_argument("--timeline", type=expanded, help="also draw VRAM over time to this .png")
 
@@ -114,7 +117,7 @@ def _run(arguments: argparse.Namespace, cache_dir: Path | None, device: str, ram
         **family_arguments(arguments),
     )
     if not arguments.end_step:
-        check_output(arguments.out, pipe.is_video, pipe.title)
+        check_output(arguments.out, pipe.is_video, pipe.title, pipe.makes_sound)
         check_film(arguments.out.suffix)
     with pipe.manager.timeline.watched(_ReadingBar()), contextlib.ExitStack() as exits:
         exits.callback(pipe.manager.stop_reading)  # for what does not come where a stage fails
@@ -130,12 +133,28 @@ def _run(arguments: argparse.Namespace, cache_dir: Path | None, device: str, ram
         pipe.check_latents(latents)
         advice = "Decode it with ballast generate --latent, and --model and --out."
         with rescued(latents, arguments.out.parent, arguments.out.stem, {"prompt": arguments.prompt or ""}, advice):
-            written = save_images(pipe.decode(latents), arguments.out, pipe.frame_rate)
+            written = _write(pipe, latents, arguments.out)
     print(f"\n{pipe.manager.timeline.table()}\n\nwrote {', '.join(map(str, written))}")
     if arguments.timeline:
         save_picture(pipe.manager.timeline.picture(), arguments.timeline)
         print(f"wrote {arguments.timeline}")
     return 0
+
+
+def _write(pipe: Pipeline, latents: torch.Tensor, out: Path) -> list[Path]:
+    """Decode latents and write what they become: pictures, videos with their sound, or the sound of a video alone."""
+    if out.suffix.lower() != WAV:
+        made = pipe.decode_all(latents)
+        if pipe.makes_sound and "sound" not in made:
+            print(f"Note: {NO_SOUND}")
+        return save_images(made["images"], out, pipe.frame_rate, made.get("sound"))
+    if (sound := pipe.decode_sound(latents)) is None:
+        raise ValueError(NO_SOUND)
+    written = []
+    for number in range(len(sound.waveform)):
+        written.append(out.with_stem(f"{out.stem}-{number}") if number else out)
+        write_wav(part_of(sound, number), written[-1])
+    return written
 
 
 def _check_files(out: Path, timeline: Path | None, end_step: int | None) -> None:
@@ -146,7 +165,7 @@ def _check_files(out: Path, timeline: Path | None, end_step: int | None) -> None
         raise ValueError(f"a run with --end-step leaves latents, no picture. Give --out {out.with_suffix(LATENT)}.")
     if end_step and timeline:
         raise ValueError("--timeline is of a whole run. Leave it out, or --end-step.")
-    kinds = [LATENT] if end_step else [*PICTURES, *(suffix for suffix in VIDEOS if suffix not in PICTURES)]
+    kinds = [LATENT] if end_step else [*PICTURES, *(suffix for suffix in VIDEOS if suffix not in PICTURES), WAV]
     for path, known in ((out, kinds), (timeline, PICTURES)):
         if path is None:
             continue

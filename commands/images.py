@@ -11,12 +11,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .sounds import WAV, add_stream, mux, part_of, write_beside
+
 if TYPE_CHECKING:
     import argparse
     from types import ModuleType
 
     import torch
     from PIL.Image import Image
+
+    from ..pipelines.stock.sound import Sound
 
 ANIMATIONS = (".webp", ".gif", ".mp4")
 _STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
@@ -299,11 +303,12 @@ def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[to
     return (opened or None) if edits else None, given
 
 
-def save_images(images: torch.Tensor, out: Path, frame_rate: int = 24) -> list[Path]:
+def save_images(images: torch.Tensor, out: Path, frame_rate: int = 24, sound: Sound | None = None) -> list[Path]:
     """Write pictures [B,H,W,3] or videos [B,F,H,W,3] in 0..1; the second and further ones get a number.
 
-    A video becomes a film (.mp4), an animation (.webp, .gif) or a numbered .png for each frame. Each is written whole
-    or not at all. Returns the files. OSError, in one line that names the file, where one cannot be written.
+    A video becomes a film (.mp4), an animation (.webp, .gif) or a numbered .png for each frame. Its sound is in the
+    film, or in a .wav beside the others. Each is written whole or not at all. Returns the files. OSError, in one line
+    that names the file, where one cannot be written.
     """
     written = []
     for number, item in enumerate(images):
@@ -311,40 +316,44 @@ def save_images(images: torch.Tensor, out: Path, frame_rate: int = 24) -> list[P
         each = [(path, item)]
         if item.ndim == 4 and len(item) > 1 and path.suffix.lower() not in ANIMATIONS:
             each = [(path.with_stem(f"{path.stem}-{index:04}"), frame) for index, frame in enumerate(item)]
+        heard = part_of(sound, number)
         for one, content in each:
-            write_whole(content, one, frame_rate)
+            write_whole(content, one, frame_rate, sound=heard)
             written.append(one)
+        written += write_beside(heard, path)
     return written
 
 
-def write_whole(image: torch.Tensor, path: Path, frame_rate: int = 24, words: Mapping[str, str] | None = None) -> None:
+def write_whole(
+    image: torch.Tensor,
+    path: Path,
+    frame_rate: int = 24,
+    words: Mapping[str, str] | None = None,
+    sound: Sound | None = None,
+) -> None:
     """Write as `write_image` does, whole or not at all. OSError, in one line that names the file."""
-    with _writing(path) as part:
-        write_image(image, part, path.suffix, frame_rate, words)
+    from ..memory.files import writing
+
+    with writing(path) as part:
+        write_image(image, part, path.suffix, frame_rate, words, sound)
 
 
 def save_picture(picture: Image, path: Path) -> None:
     """Write a picture of Pillow's, whole or not at all. OSError, in one line that names the file."""
     from PIL import Image
 
-    with _writing(path) as part:
+    from ..memory.files import writing
+
+    with writing(path) as part:
         picture.save(part, Image.registered_extensions()[path.suffix.lower()])
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[Path]:
-    from ..memory.files import replacing
+def check_output(out: Path, is_video: bool, title: str, makes_sound: bool = False) -> None:
+    """Raise ValueError, in one line, for a file of another kind than a pipeline's pictures or videos become.
 
-    try:
-        with replacing(path) as part:
-            yield part
-    except OSError as error:
-        raise OSError(f"{path} cannot be written ({error.strerror or error}).") from error
-
-
-def check_output(out: Path, is_video: bool, title: str) -> None:
-    """Raise ValueError, in one line, for a file of another kind than a pipeline's pictures or videos become."""
-    kinds = VIDEOS if is_video else PICTURES
+    Sound alone becomes a .wav.
+    """
+    kinds = (*VIDEOS, *[WAV] * makes_sound) if is_video else PICTURES
     if out.suffix.lower() not in kinds:
         what = "videos" if is_video else "pictures"
         raise ValueError(f"cannot write {out}: {title} makes {what}. Use a name that ends in {', '.join(kinds)}.")
@@ -359,12 +368,17 @@ def check_film(suffix: str) -> None:
 
 
 def write_image(
-    image: torch.Tensor, path: Path, suffix: str, frame_rate: int = 24, words: Mapping[str, str] | None = None
+    image: torch.Tensor,
+    path: Path,
+    suffix: str,
+    frame_rate: int = 24,
+    words: Mapping[str, str] | None = None,
+    sound: Sound | None = None,
 ) -> None:
     """Write a picture [H,W,3] or a video [F,H,W,3] in 0..1 as what the suffix says, whatever the path ends in.
 
     What is brighter, as linear light may be, is written as white.
-    `words` are text chunks by keyword, which PNG has.
+    `words` are text chunks by keyword, which PNG has, and `sound` [1,C,T] is heard in a film.
     """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
@@ -373,7 +387,7 @@ def write_image(
     frames = [Image.fromarray(frame) for frame in (pixels if pixels.ndim == 4 else pixels[None])]
     kind = Image.registered_extensions().get(suffix.lower(), "")
     if suffix.lower() == ".mp4":
-        _save_film(frames, path, frame_rate)
+        _save_film(frames, path, frame_rate, sound)
     elif len(frames) > 1:
         frames[0].save(path, kind, save_all=True, append_images=frames[1:], duration=1000 // frame_rate, loop=0)
     else:
@@ -383,13 +397,16 @@ def write_image(
         frames[0].save(path, kind, **({"pnginfo": chunks} if words and kind == "PNG" else {}))
 
 
-def _save_film(frames: Sequence[Any], path: Path, frame_rate: int) -> None:
-    """Write pictures as H.264 in MP4. ImportError, with what to install, without PyAV."""
+def _save_film(frames: Sequence[Any], path: Path, frame_rate: int, sound: Sound | None) -> None:
+    """Write pictures as H.264 in MP4, and sound as AAC. ImportError, with what to install, without PyAV."""
     av = _pyav("writing a film", _NO_FILM)
     with av.open(str(path), "w", format="mp4") as film:
         stream = film.add_stream("libx264", rate=frame_rate)
         stream.width, stream.height = frames[0].size
         stream.pix_fmt = "yuv420p"
+        heard = sound and add_stream(film, sound)
         for frame in frames:
             film.mux(stream.encode(av.VideoFrame.from_image(frame)))
         film.mux(stream.encode())
+        if sound is not None:
+            mux(av, film, heard, sound)

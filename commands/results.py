@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .images import write_whole
+from .sounds import part_of, write_beside
 
 if TYPE_CHECKING:
     import torch
+
+    from ..pipelines.stock.sound import Sound
 
 LATENTS = "latents"  # the folder in the results' own of what is sampled, and not decoded yet
 _SLUG = re.compile(r"[^a-z0-9]+")
@@ -59,30 +62,32 @@ class Result:
         with suppress(OSError):  # it is not empty, or not there
             self.latents.parent.rmdir()
 
-    def write(self, images: torch.Tensor, frame_rate: int) -> list[Path]:
-        """Write the pictures that are not there yet, each whole or not at all. Returns where they are.
+    def write(self, images: torch.Tensor, frame_rate: int, sound: Sound | None = None) -> list[Path]:
+        """Write the pictures that are not there yet, with their sound, each whole or not at all. Return where they are.
 
         OSError, in one line, where the folder takes no more: it says where the latents are, or the pictures instead.
         """
         from ..memory.files import cache_home
 
         try:
-            self._write(images, frame_rate)
+            self._write(images, frame_rate, sound)
         except OSError as error:
             if _is_there(self.latents):
                 raise OSError(f"{error} The latents are in {self.latents.parent}: run the list again.") from error
             elsewhere = replace(self, folder=cache_home() / "results")
             try:
-                elsewhere._write(images, frame_rate)
+                elsewhere._write(images, frame_rate, sound)
             except OSError:
                 raise error from None
             raise OSError(f"{error} It is in {elsewhere.folder}: move it, and run the list again.") from error
         return self.paths
 
-    def _write(self, images: torch.Tensor, frame_rate: int) -> None:
+    def _write(self, images: torch.Tensor, frame_rate: int, sound: Sound | None) -> None:
         for number, (path, image) in enumerate(zip(self.paths, images, strict=True)):
             if not _is_there(path):
-                write_whole(image, path, frame_rate, self._words(number))
+                heard = part_of(sound, number)
+                write_beside(heard, path)
+                write_whole(image, path, frame_rate, self._words(number), heard)
 
     def _words(self, number: int) -> dict[str, str]:
         """Return what a PNG says of its picture. Description and Software are PNG's own keywords."""

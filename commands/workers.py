@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 from .request import Request
 
 if TYPE_CHECKING:
+    import torch
+
     from ..pipelines.stages.batch_runs import Made
+    from ..pipelines.stock.sound import Sound
 
 _RETRIES = 2  # of work whose worker died
 _MOST = 8  # requests at once: models come once for all of them
@@ -34,11 +37,15 @@ _Part = list[tuple[int, Any]]  # numbers of requests, with references to their c
 
 @dataclass(frozen=True)
 class Drawn:
-    """Pictures as arrays; or why there are none, and the latents if only they could not be decoded."""
+    """Pictures as arrays, with their sound; or why there are none, and the latents if only they could not be decoded.
+
+    Latents are a tensor, which keeps what is noted on it.
+    """
 
     images: Any = None
     wrong: str = ""
-    latents: Any = None
+    latents: torch.Tensor | None = None
+    sound: Sound | None = None
 
 
 class Worker:
@@ -76,10 +83,10 @@ class Worker:
         items = [requests[place].item(self.pipe.edits, functools.partial(self._stepped, place)) for place in places]
         for made in self.pipe.run_items(items, latents, dict(enumerate(conds[place] for place in places))):
             if made.error is not None:
-                left = latents[made.number].numpy() if made.number in latents else None
+                left = latents.get(made.number)
                 found[places[made.number]] = Drawn(wrong=_in_a_line(made.error), latents=left)
             elif made.images is not None:
-                found[places[made.number]] = Drawn(made.images.numpy())
+                found[places[made.number]] = Drawn(made.images.numpy(), sound=made.sound)
         peak = max((stage.peak_bytes for stage in self.pipe.manager.timeline.stages), default=0)
         return found, time.monotonic() - began, peak
 
@@ -179,9 +186,9 @@ class Cluster:
             share.peak_bytes = max(share.peak_bytes, peak)
             for (number, _), drawn in zip(part, found, strict=True):
                 if latents is not None and drawn.latents is not None:
-                    latents[number] = torch.from_numpy(drawn.latents.copy())
+                    latents[number] = drawn.latents
                 made = None if drawn.images is None else torch.from_numpy(drawn.images.copy())
-                yield Made(number, "decode", made, RuntimeError(drawn.wrong) if drawn.wrong else None)
+                yield Made(number, "decode", made, RuntimeError(drawn.wrong) if drawn.wrong else None, drawn.sound)
 
     def _look(self, running: Iterable[tuple[int, _Part]], stepped: Callable[..., None]) -> None:
         """Ask the workers for their steps. One that does not answer soon is asked the next time again."""

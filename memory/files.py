@@ -145,6 +145,16 @@ def replacing(path: Path, first: bool = False) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file as `replacing` does. OSError, in one line that names the file."""
+    try:
+        with replacing(path) as part:
+            yield part
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror or error}).") from error
+
+
 def check_folder(folder: Path) -> None:
     """Make the folder for results. Raises OSError, in one line, if no file can be written to it."""
     probe = folder / "ballast-probe"

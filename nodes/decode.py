@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _NO_VIDEO = "this pipeline makes pictures, not videos. Use image."
 _ADVICE = "Move it to ComfyUI's input folder and open it with Load Latent, to decode it in another way."
+_NO_SOUND = "this model draws no sound. Use image."
+_LOST = "this latent has no sound. Save Latent, and nodes that change a latent, keep the pictures alone. Use image."
 _NO_RATE = "a VAE does not know how many frames a second its video has. Use image, with Create Video."
 
 
@@ -50,7 +52,12 @@ class VaeDecode(io.ComfyNode):
             outputs=[
                 io.Image.Output("image", tooltip="Pictures in RAM; the frames of a video as a batch."),
                 io.Video.Output(
-                    "video", tooltip="With a video pipeline: a video in its frames a second, for Save Video."
+                    "video",
+                    tooltip="With a video pipeline: a video in its frames a second, with its sound, for Save Video.",
+                ),
+                io.Audio.Output(
+                    "audio",
+                    tooltip="The sound of a video, of a pipeline that draws one, such as LTX-2: for Save Audio.",
                 ),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -60,18 +67,25 @@ class VaeDecode(io.ComfyNode):
     @shows_failure
     def execute(cls, pipeline: PipelineReference | Any, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
         from ..pipelines.sampling.latents import samples_of
+        from ..pipelines.stock.sound import one_after_the_other
 
         if not isinstance(pipeline, PipelineReference):
             return cls._decode_natively(pipeline, samples_of(latent))
         pipe, samples = pipeline.open(), samples_of(latent)
         pipe.check_latents(samples)
         with running(cls, pipe, "decoding"), _kept(cls, samples):
-            images = pipe.decode(samples)
+            made = pipe.decode_all(samples)
+        images, sound = made["images"], made.get("sound")
+        silent = ExecutionBlocker(_LOST if pipe.makes_sound else _NO_SOUND)
         if images.ndim == 4:
-            return io.NodeOutput(images, ExecutionBlocker(_NO_VIDEO))
+            return io.NodeOutput(images, ExecutionBlocker(_NO_VIDEO), silent)
         frames = images.flatten(0, 1)
-        components = Types.VideoComponents(images=frames, frame_rate=Fraction(pipe.frame_rate))
-        return io.NodeOutput(frames, InputImpl.VideoFromComponents(components))
+        audio = heard = None
+        if sound is not None:
+            audio = {"waveform": sound.waveform, "sample_rate": sound.sample_rate}
+            heard = audio | {"waveform": one_after_the_other(sound, images.shape[1] / pipe.frame_rate)}
+        components = Types.VideoComponents(images=frames, audio=heard, frame_rate=Fraction(pipe.frame_rate))
+        return io.NodeOutput(frames, InputImpl.VideoFromComponents(components), audio or silent)
 
     @classmethod
     def _decode_natively(cls, vae: Any, latents: torch.Tensor) -> io.NodeOutput:
@@ -87,7 +101,7 @@ class VaeDecode(io.ComfyNode):
         with _kept(cls, latents):
             decoded = decode_native(vae, latents)
         show_text(cls, decoded.summary)
-        return io.NodeOutput(decoded.images, ExecutionBlocker(_NO_RATE))
+        return io.NodeOutput(decoded.images, ExecutionBlocker(_NO_RATE), ExecutionBlocker(_NO_SOUND))
 
 
 @contextmanager

@@ -28,17 +28,18 @@ from .lora.use import Given as Loras
 from .lora.use import named, notes_of, open_loras, refuse_scales
 from .models.model import Model, OnStep, Request
 from .options import TRUE_CFG, check_values, plain_defaults, plain_number, steps_of
-from .planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_batch, plan_run
+from .planning.plans import TYPICAL_PROMPT, NoBudgetError, PlanSound, Run, plan_batch, plan_run
 from .runner import Runner, Settings
 from .sampling.batches import prompts_of
 from .sampling.kernels import AUTO
-from .sampling.latents import check_decodable, check_finite, check_noise, check_seed
+from .sampling.latents import check_decodable, check_finite, check_noise, check_seed, sound_of
 from .sampling.step_range import STEP_RANGE, StepRange
 from .stages import sample as sampling
 from .stages.batch_runs import BatchRuns, Item, Latents, Made
 from .stages.encode import encode_text, encoding_of, text_of
 from .stages.image_conditioning import plan_image_encoding
-from .stages.vae_stages import pixels_of, vae_run
+from .stages.vae_stages import decode_sound, pixels_of, vae_run
+from .stock.sound import DECODING_SOUND, Sound
 
 StageName = Literal["encode", "sample", "decode"]
 
@@ -186,7 +187,9 @@ class Pipeline:
 
     def units_of(self, stage: StageName) -> list[ManagedModel]:
         """Return the units that a stage will run, to read them ahead. Raises ValueError for an unknown stage."""
-        runs = {"encode": self.encoders, "sample": self.denoisers, "decode": [self.decoder]}
+        sound = self.model.sound
+        decoders = [self.decoder, *(sound.units if sound else ())]
+        runs = {"encode": self.encoders, "sample": self.denoisers, "decode": decoders}
         if stage not in runs:
             raise ValueError(f"unknown stage {stage!r}. Use {', '.join(runs)}.")
         if stage == "sample":
@@ -409,6 +412,31 @@ class Pipeline:
         check_finite(pixels, "the decoder made")
         return model.finish(to_images(pixels, video=model.is_video))
 
+    @plain_defaults()
+    def decode_sound(self, latents: torch.Tensor) -> Sound | None:
+        """Return the sound that was drawn with these latents of videos: [B,C,T] float32 on the CPU, and its rate in Hz.
+
+        None for a pipeline that draws none, and for latents that carry none: `sample` and `load_latents` note it on
+        the tensor itself, and a copy of that has no note.
+        """
+        self.check_latents(latents)
+        model, noted = self.model, sound_of(latents)
+        if model.sound is None or not noted:
+            return None
+        sound = decode_sound(model, self.runner, model.sound, noted)
+        check_finite(sound.waveform, "the decoder of sound made")
+        return sound
+
+    def decode_all(self, latents: torch.Tensor) -> dict[str, Any]:
+        """Return all results by name: "images" as of `decode`, and "sound" as of `decode_sound` where there is any."""
+        images, sound = self.decode(latents), self.decode_sound(latents)
+        return {"images": images} | ({} if sound is None else {"sound": sound})
+
+    @property
+    def makes_sound(self) -> bool:
+        """Return whether its videos have sound."""
+        return self.model.sound is not None
+
     def check_latents(self, latents: Any) -> None:
         """Raise TypeError or ValueError, in one line, for what this pipeline cannot decode."""
         check_decodable(self.model, latents)
@@ -564,6 +592,7 @@ class Pipeline:
                 ram is not None or self.ram_bytes is not None,
                 once,
                 lockstep,
+                _plan_sound(job.model),
             )
             return plan_run(run, budget_bytes, ram_bytes, rates, self.manager.ram_state(ram_bytes))
 
@@ -572,6 +601,13 @@ class Pipeline:
 
         with runner.adapters([*self.encoders, *job.model.denoisers]), sampling.keeping(job):
             return plan_batch(planned, job.batch.count, together)
+
+
+def _plan_sound(model: Model) -> PlanSound | None:
+    """Return the stage that decodes the sound of a model, to plan; None for one that draws none."""
+    if (sound := model.sound) is None:
+        return None
+    return PlanSound(DECODING_SOUND, sound.units, functools.partial(sound.forecast, model.forecaster))
 
 
 def _caveat(own: str, cards: int) -> str:

@@ -35,7 +35,7 @@ log = logging.getLogger("ballast")
 
 _INSTEAD = {
     "encode": "or write a shorter prompt", "sample": "or choose a smaller size", SEEING: "or give a smaller picture",
-    PRECOMPUTE: "or choose a smaller size",
+    PRECOMPUTE: "or choose a smaller size", "decode sound": "or choose fewer frames",
 }  # fmt: skip
 
 Result = TypeVar("Result")

@@ -144,13 +144,14 @@ class Forecast:
     """The forecast of one stage: its units by name, and its sampling steps.
 
     `idle_bytes` is the most that the stage holds on the device before any unit is called. `result` is the shape of its
-    result, if another stage depends on that.
+    result, if another stage depends on that, and `sound` that of the latents of one sound drawn with it.
     """
 
     idle_bytes: int
     units: Mapping[str, UnitForecast] = field(default_factory=dict)
     steps: int = 1
     result: tuple[int, ...] = ()
+    sound: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain data, for a file."""
@@ -168,7 +169,8 @@ class Forecast:
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")
             once = tuple(OnceModule(**{**each, "needs": tuple(map(str, each["needs"]))}) for each in facts["once"])
             units[name] = UnitForecast(**numbers, **operations_from(facts), once=once)
-        return cls(int(data["idle_bytes"]), units, max(1, int(data["steps"])), tuple(map(int, data["result"])))
+        shapes = (tuple(map(int, data[name])) for name in ("result", "sound"))
+        return cls(int(data["idle_bytes"]), units, max(1, int(data["steps"])), *shapes)
 
 
 def operations_from(facts: Mapping[str, Any]) -> dict[str, Any]:

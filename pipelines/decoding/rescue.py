@@ -14,13 +14,14 @@ import torch
 
 from ...memory.files import cache_home, replace_file
 from ..encoding.conditioning import to_host
-from ..sampling.latents import WrongLatentsError, check_finite, check_latents
+from ..sampling.latents import WrongLatentsError, check_finite, check_latents, note_sound, sound_of
 from ..sampling.step_range import StepRange, left_by, mark
 
 log = logging.getLogger("ballast")
 
 _STEPS = "ballast_steps"  # of latents that a run left early: start, end and number of its steps, dtypes
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, None)}
+_SOUND = "ballast_sound_{}"  # the tensor of the sound of each video, which ComfyUI's own nodes do not read
 _LONGEST = 200  # bytes of a name, of 255 that file systems take
 
 
@@ -31,11 +32,15 @@ class DecodeError(RuntimeError):
 
 
 def save_latents(latents: torch.Tensor, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write latents in the format of ComfyUI's Save Latent, whole or not at all. OSError if the disk says no."""
+    """Write latents in the format of ComfyUI's Save Latent, whole or not at all, with those of their sound.
+
+    OSError if the disk says no.
+    """
     from safetensors.torch import save
 
     # An empty tensor of this name says that they are not scaled.
     tensors = {"latent_tensor": latents.detach().cpu().contiguous(), "latent_format_version_0": torch.tensor([])}
+    tensors |= {_SOUND.format(i): each.detach().cpu().contiguous() for i, each in enumerate(sound_of(latents))}
     facts = dict(metadata or {})
     if (left := left_by(latents)) is not None:
         facts[_STEPS] = f"{left.start} {left.end} {left.steps} {left.loop} {left.model}"
@@ -52,9 +57,13 @@ def load_latents(path: Path) -> torch.Tensor:
                 raise ValueError(f"{path} holds no latent of ComfyUI's format.")
             latents = to_host(file.get_tensor("latent_tensor"))
             left = (file.metadata() or {}).get(_STEPS)
+            names = [name for i in range(len(latents)) if (name := _SOUND.format(i)) in file.keys()]  # noqa: SIM118
+            sound = [to_host(file.get_tensor(name)) for name in names]
     except SafetensorError as error:
         raise ValueError(f"{path} is no latent, or damaged ({error}).") from error
-    check_latents(latents)
+    for each in (latents, *sound):
+        check_latents(each)
+    note_sound(latents, sound)
     if left is not None:
         try:
             *steps, loop, model = left.split()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..sampling.batches import Batch
+from ..sampling.latents import sound_of
 from .comparison import CHECKS, GUIDES, NEGATIVE, Rehearsal, arguments_of, drawn, encoded
 from .fingerprints import EchoOfEach
 from .verdicts import Modules, Verdict, close, echoes_of
@@ -63,4 +64,6 @@ def _same(pipe: Rehearsal, modules: Modules, own: Collection[str], arguments: Ca
     cond = encoded(pipe, NEGATIVE if pipe.model.takes_negative else None, modules)
     together = drawn(pipe, cond, functools.partial(given, 0, _PICTURES), modules)
     alone = [drawn(pipe, cond, functools.partial(given, i, 1), modules) for i in range(_PICTURES)]
-    return len(together) == _PICTURES and close(together, torch.cat(alone))
+    heard, heard_alone = sound_of(together), [sound for each in alone for sound in sound_of(each)]
+    same_sound = len(heard) == len(heard_alone) and all(map(close, heard, heard_alone))
+    return len(together) == _PICTURES and close(together, torch.cat(alone)) and same_sound

@@ -25,6 +25,7 @@ from ..stock.answers import NotSeenError, opened
 from ..stock.stand_ins import Steps
 from ..stock.tasks import EDITED, control_input, reads_pictures, takes_frames
 from .fingerprints import Echo
+from .sound_check import check_sound, with_sound
 from .verdicts import Modules, Verdict, compare, echoes_of
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Rehearsal:
         self.fits = False  # whether its pictures have the size that it is asked for
         self.looks = self.model.looks
         self.drawn: tuple[int, ...] = ()  # the size of what was drawn
+        self.heard: torch.Tensor | None = None  # the sound that the stock call made
         self.inputs = Inputs(self.model)
 
 
@@ -88,13 +90,15 @@ def rehearse(model: DiffusersModel, texts: DiffusersModel, options: Mapping[str,
 
 def _compare_looking(pipe: Rehearsal, echoes: Mapping[str, Echo], small: bool) -> Verdict:
     pipe.looks = bool(pipe.model.inputs)
+    compared = functools.partial(_compare, pipe, echoes, small)
     try:
-        return _compare(pipe, echoes, small)
+        verdict = compared()
     except NotSeenError:
         if pipe.looks:
             raise
-    pipe.looks = True
-    return _compare(pipe, echoes, small)
+        pipe.looks = True
+        verdict = compared()
+    return verdict if pipe.heard is None else with_sound(pipe.model, pipe.model.parts, verdict, compared)
 
 
 def _compare(pipe: Rehearsal, echoes: Mapping[str, Echo], small: bool) -> Verdict:
@@ -233,6 +237,7 @@ def _run_whole(
             raise StockCallError from error
     pictures = _pictures_of(made)
     pipe.drawn = tuple(pictures.shape[-3:-1])
+    pipe.heard = None if isinstance(made, tuple) else made.get("audio")
     return pictures
 
 
@@ -271,6 +276,7 @@ def _run_stages(pipe: Rehearsal, arguments: Arguments, negative: str | None, mod
     latents = drawn(pipe, cond, lambda: arguments() | {"latents": None}, modules)
     pipe.model.latent_dimensions = latents.ndim
     check_decodable(pipe.model, latents)
+    check_sound(pipe.model.sound, latents, modules, pipe.heard)
     pixels = run_decoder(modules["vae"], latents, _HOST, pipe.model.decode_arguments(latents, {}, "whole", 0))
     return to_images(pixels.float(), video=pipe.model.is_video)
 

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from ..stock.stand_ins import Steps
 from ..stock.tasks import VIDEOS
 from . import verdicts
 from .comparison import GUIDES, NEGATIVE, StockCallError, picture_for
+from .sound_check import check_sound, with_sound
 from .verdicts import Modules, Verdict, compare, echoes_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _PROMPT, _SEED, _STEPS, _SIDE = "a red boat", 0, 2, 64  # pixels; or the next size that it draws
 _STRENGTH = 0.8  # by which some steps are left out
 _CHANNELS = (3, 4)  # of a picture
+_SOUND = "audio"  # what blocks call the sound that they make
 _WAYS: tuple[dict[str, Any], ...] = (
     {"output": "pil"}, {"steps": None}, {"short": False}, {"small": False, "short": False},
     {"output": "pil", "small": False, "short": False},
@@ -76,6 +78,7 @@ class _Run:
     scale: float | None = None
     steps: int | None = _STEPS
     short: bool = True  # whether a video has the fewest frames that its VAE makes
+    heard: list[torch.Tensor] = field(default_factory=list, compare=False)  # the sound that its own call made last
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `denoise`, each time new."""
@@ -110,6 +113,7 @@ class _Run:
                 run_blocks([model.blocks], pipe, state)
             except Exception as error:
                 raise StockCallError from error
+        self.heard[:] = [state.values[_SOUND]] if isinstance(state.values.get(_SOUND), torch.Tensor) else []
         return _pictures_of(model, state.values)
 
     def staged(self, modules: Modules) -> torch.Tensor:
@@ -124,6 +128,7 @@ class _Run:
         latents = model.denoise(cond, self.arguments(), None, _HOST, denoisers, answers).float()
         model.latent_dimensions = latents.ndim
         check_decodable(model, latents)
+        check_sound(model.sound, latents, modules, next(iter(self.heard), None))
         pixels = run_decoder(modules["vae"], latents, _HOST, model.decode_arguments(latents, {}, "whole", 0))
         pictures = to_images(pixels.float(), video=model.is_video)
         return (pictures * 255).round() / 255 if self.output == "pil" else pictures
@@ -145,11 +150,15 @@ def _compare(model: ModularModel) -> Verdict:
 
 def _compare_looking(run: _Run) -> Verdict:
     try:
-        return _compare_all(run)
+        verdict = _compare_all(run)
     except NotSeenError:
         if run.looks:
             raise
-    return _compare_all(replace(run, looks=True))
+        run = replace(run, looks=True)
+        verdict = _compare_all(run)
+    if not run.heard:
+        return verdict
+    return with_sound(run.model, run.model.folder_parts, verdict, functools.partial(_compare_all, run))
 
 
 def _compare_all(run: _Run) -> Verdict:

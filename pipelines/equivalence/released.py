@@ -39,7 +39,7 @@ def recall(model: DiffusersModel, texts: DiffusersModel, kind: str, task: Mappin
         return None
     if facts is None:
         return None
-    return Verdict(**{**facts, "left_out": tuple(facts.get("left_out", ()))})
+    return Verdict(**{**facts, **{name: tuple(facts.get(name, ())) for name in ("left_out", "sound")}})
 
 
 def key_of(model: DiffusersModel, texts: DiffusersModel, kind: str, task: Mapping[str, Any]) -> str:

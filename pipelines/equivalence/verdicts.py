@@ -19,7 +19,7 @@ from torch import nn
 from ...memory.files import read_json, write_cache
 from ...memory.planning.dry_run import StandIns
 from ...memory.weights.unit import ManagedModel
-from ..stock.postprocess import TAILS
+from ..stock.postprocess import SOUND_TAILS, TAILS
 from .fingerprints import Echo
 
 Modules = Mapping[str, nn.Module]
@@ -38,7 +38,9 @@ class Verdict:
     `dimensions` are those of the latents that the VAE decodes. `own_size` says that it draws another size than it is
     asked for, such as that of its picture. `tail` names what it does with what its VAE decodes, and `looks` says that
     its VAE encodes something even where it starts from no picture. `needs` are options of `encode` without which the
-    stock call fails, or the guider of blocks that fail without guidance, and `stock_failed` says that it did.
+    stock call fails, or the guider of blocks that fail without guidance, and `stock_failed` says that it did. `sound`
+    are the calls that make the sound of its latents, such as "audio_vae.decode", and `sound_tail` names what is done
+    with the result of the last. The stages run these, too.
     """
 
     differs: str = ""
@@ -50,11 +52,14 @@ class Verdict:
     looks: bool = False
     needs: Mapping[str, Any] = field(default_factory=dict)
     stock_failed: bool = False
+    sound: tuple[str, ...] = ()
+    sound_tail: str = ""
 
 
 def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns, kind: type[Echo] = Echo) -> dict[str, Echo]:
     """Return an echo of each unit, by name."""
-    return {u.name: kind(u.skeleton, stand_ins, ("decode", "encode") if u.role == "vae" else ()) for u in units}
+    methods = {unit.name: ("decode", "encode") if unit.name.endswith("vae") else () for unit in units}
+    return {unit.name: kind(unit.skeleton, stand_ins, methods[unit.name]) for unit in units}
 
 
 def compare(
@@ -121,11 +126,12 @@ def _read(path: Path) -> Verdict | None:
         facts = read_json(path)
         known = facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"])
         found = facts["own_size"] is True, str(facts["tail"]), facts["looks"] is True
-        verdict = Verdict(*known, *found, needs=dict(facts["needs"]))
-        _ = TAILS[verdict.tail]
+        sound = {"sound": tuple(facts["sound"]), "sound_tail": facts["sound_tail"]}
+        verdict = Verdict(*known, *found, needs=dict(facts["needs"]), **sound)
+        _ = TAILS[verdict.tail], SOUND_TAILS[verdict.sound_tail]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    words = (verdict.differs, verdict.negative or "", *verdict.left_out)
+    words = (verdict.differs, verdict.negative or "", *verdict.left_out, *verdict.sound)
     return verdict if all(isinstance(word, str) for word in words) else None
 
 

@@ -24,6 +24,7 @@ from ..planning.sampling_forecasts import dry_run_arguments
 from ..sampling.batches import Dims
 from ..sampling.inputs import Inputs, Request
 from ..stock.answers import Answers
+from ..stock.sound import SoundDecoder
 from .claims import Claims
 from .model import Embeddings, Model, Modules, OnStep, See
 
@@ -43,6 +44,7 @@ class LoopModel(ABC):
     starts_from_latents = True
     edits = looks = replays = distilled = False
     left_out: tuple[str, ...] = ()
+    sound: SoundDecoder | None = None
     latent_dimensions = 4
     decodes_to_host = False
     batch_dims: Mapping[str, int] = MappingProxyType({})

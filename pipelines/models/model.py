@@ -25,6 +25,7 @@ from ..sampling.inputs import Inputs, Request
 if TYPE_CHECKING:
     from ..stock.answers import Answers
     from ..stock.module_call import ModuleCall
+    from ..stock.sound import SoundDecoder
     from .claims import Claims
 
 OnStep = Callable[[int, int, torch.Tensor], None]
@@ -48,7 +49,8 @@ class Model(Protocol):
     edits: bool  # whether pictures belong to the prompt
     looks: bool  # whether every run encodes images, also one without pictures
     replays: bool  # whether it is told its prompts again while it samples, and takes no embeddings
-    left_out: tuple[str, ...]  # modules of the stock pipeline that make what no stage does, as sound
+    left_out: tuple[str, ...]  # modules of the stock pipeline that make what no stage does
+    sound: SoundDecoder | None  # which makes the sound of its latents
     default_steps: int
     latent_dimensions: int
     decodes_to_host: bool  # whether what is decoded leaves the device part by part
@@ -156,7 +158,7 @@ class Model(Protocol):
         """Return latents as the decoder takes them, on any device, made by these transformers.
 
         `arguments` have a "generator" for the noise, or a list of them: one for each picture of a batch, all of `cond`.
-        `answers` are those of `encode_images`.
+        `answers` are those of `encode_images`. Latents of sound, if any, are noted on them by `note_sound`.
         """
 
     # Decode

@@ -51,6 +51,15 @@ TYPICAL_PROMPT = (
 SEEING = "encode picture"  # the name of a stage
 
 
+@dataclass(frozen=True)
+class PlanSound:
+    """The stage that decodes sound, called `name`: `forecast` tells what its `units` take for latents of one."""
+
+    name: str
+    units: Sequence[ManagedModel]
+    forecast: Callable[[torch.Tensor], Forecast | None]
+
+
 class NoBudgetError(ValueError):
     """Without a GPU a plan needs a stated budget."""
 
@@ -74,7 +83,8 @@ class Run:
 
     `model` and `size` are words for the plan, `caveat` a sentence, and `strategy` is that of sampling. `foresee` says
     what sees the run's pictures, if it has any. It makes `pictures`, of which it samples some at once. It
-    may be for a machine of so many `machine_bytes` of RAM, more than are free here.
+    may be for a machine of so many `machine_bytes` of RAM, more than are free here. `sound` is the stage that decodes
+    the sound of each video, if there is any.
     """
 
     model: str
@@ -92,6 +102,7 @@ class Run:
     ram_stated: bool = True
     once: bool = False
     lockstep: bool = False
+    sound: PlanSound | None = None
 
 
 def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: Callable[[], bool]) -> RunPlan:
@@ -174,6 +185,8 @@ def plan_run(
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
     vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
     planned(place_vae("decode", vae, torch.zeros(shape), ram=ram), [vae.vae])
+    if run.sound is not None and sampling.sound and (found := run.sound.forecast(torch.zeros(sampling.sound))):
+        planned(place(run.sound.name, found, run.sound.units, steps=run.pictures, ram=ram), run.sound.units)
     words = " ".join(
         filter(
             None,

@@ -16,6 +16,7 @@ from ..lora.use import branches
 from ..sampling.batches import generators
 from ..sampling.control import Control
 from ..sampling.guidance_range import GuidanceRange
+from ..sampling.latents import note_sound, sound_of
 from ..sampling.scheduler_choice import SCHEDULER, SchedulerChoice
 from ..sampling.step_cache import CACHE, StepCache, block_paths
 from ..sampling.step_range import StepRange
@@ -93,10 +94,14 @@ class Sampling:
             drawing = generators(0, 0, self.pictures)
             given = {**self.dry_arguments, "generator": drawing, "latents": self.noise}
             report = (lambda step, steps, latents: None) if self.reports else None
-            return to_host(self.denoise(cond, given, report, device, modules).float())
+            drawn = self.denoise(cond, given, report, device, modules)
+            made = to_host(drawn.float())
+            note_sound(made, [to_host(sound) for sound in sound_of(drawn)])
+            return made
 
         forecast, latents = self.forecaster.dry_run(modules, sample)
-        return replace(forecast, steps=self.dry_steps, result=tuple(latents.shape)), latents
+        sound = next((tuple(each.shape) for each in sound_of(latents)), ())
+        return replace(forecast, steps=self.dry_steps, result=tuple(latents.shape), sound=sound), latents
 
     def with_all_steps(self, forecast: Forecast) -> Forecast:
         """Extend a dry run's forecast to all steps, on one of the cards. Only the scheduler's tables grow with them."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _MOST = 2**31  # elements; 8 GiB in float32, where the latents of a picture of 16384 x 16384 have 256 MiB
 
 _MOST_DECIBELS = 99.0  # of latents that are alike
+_SOUND = "_ballast_sound"  # attribute of latents: those of the sound of each picture or video
 
 _NOT_FINITE = (
     "{what} NaN or infinite values, which would be a black picture. Run the models in bfloat16 or float32 instead of "
@@ -45,6 +46,18 @@ def check_finite(tensor: torch.Tensor, what: str) -> None:
     """Raise ValueError, with the remedy, if a tensor holds NaN or infinite values."""
     if not torch.isfinite(tensor).all():
         raise ValueError(_NOT_FINITE.format(what=what))
+
+
+def note_sound(latents: torch.Tensor, sound: Sequence[torch.Tensor]) -> None:
+    """Note on latents those of the sound that was drawn with them, for each picture or video of them."""
+    if sound:
+        setattr(latents, _SOUND, tuple(sound))
+
+
+def sound_of(latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the latents of the sound of each picture or video; none where a copy was made that has no note of it."""
+    found: tuple[torch.Tensor, ...] = getattr(latents, _SOUND, ())
+    return found if len(found) == len(latents) else ()
 
 
 def decibels(latents: torch.Tensor, expected: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ from ..encoding.conditioning import Conditioning
 from ..encoding.pictures import as_pictures
 from ..encoding.prompts import Negative, Text
 from ..lora.use import refuse_scales
+from ..stock.sound import Sound
 from .encode import text_of
 from .prompt_batches import PromptBatch
 
@@ -40,12 +41,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Made:
-    """The outcome of an item in a stage: its pictures, as `decode` gives them, or why there will be none."""
+    """The outcome of an item in a stage: its pictures, as `decode` gives them, or why there will be none.
+
+    Videos may have `sound`.
+    """
 
     number: int
     stage: StageName
     images: torch.Tensor | None = None
     error: Exception | None = None
+    sound: Sound | None = None
 
 
 class BatchRuns:
@@ -74,7 +79,7 @@ class BatchRuns:
                 then: list[StageName] = ["encode", "sample", "decode"] if left else []
                 yield from run.followed_by(*then)._decode_chunk(chunk, latents)
         finally:
-            self.pipe.manager.stop_reading([*self.pipe.encoders, *self.pipe.denoisers, self.pipe.decoder])
+            self.pipe.manager.stop_reading([*self.pipe.encoders, *self.pipe.denoisers, *self.pipe.units_of("decode")])
 
     def followed_by(self, *stages: StageName) -> BatchRuns:
         """Return the same for a stage that `stages` follow."""
@@ -150,7 +155,7 @@ class BatchRuns:
                 if made.error is None:
                     del latents[number]
         finally:
-            self.pipe.manager.end_stage([self.pipe.decoder], False)
+            self.pipe.manager.end_stage(self.pipe.units_of("decode"), False)
 
     def _sample_item(self, number: int, item: Item, cond: Conditioning, latents: Latents) -> Made:
         try:
@@ -163,7 +168,8 @@ class BatchRuns:
 
     def _decode_item(self, number: int, latents: Latents) -> Made:
         try:
-            return Made(number, "decode", self.pipe.decode(latents[number]))
+            sampled = latents[number]
+            return Made(number, "decode", self.pipe.decode(sampled), sound=self.pipe.decode_sound(sampled))
         except Exception as error:
             release_frames(error)
             return Made(number, "decode", error=error)

@@ -1,19 +1,23 @@
-"""Decode latents and encode pictures, with the VAE in float32."""
+"""Decode latents and encode pictures, with the VAE in float32, and decode sound, with its units as they are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...memory.host.flags import host_flags
 from ..decoding.decode import Call, VaeRun, run_encoder
+from ..encoding.conditioning import to_host
 from ..planning.plans import SEEING
 from ..planning.vae_forecasts import Method, vae_forecasts
-from ..runner import Runner
+from ..runner import Runner, Stage
+from ..stock.sound import DECODING_SOUND, Sound, SoundDecoder
 
 if TYPE_CHECKING:
-    from ..models.model import Model
+    from ..models.model import Model, Modules
 
 
 def pixels_of(model: Model, image: torch.Tensor) -> torch.Tensor:
@@ -56,3 +60,20 @@ def vae_run(
         forecasts if planned or not runner.manager.accelerator.is_cpu else None,
         splits=not any(isinstance(value, torch.Tensor) for value in given.values()),
     )
+
+
+def decode_sound(model: Model, runner: Runner, sound: SoundDecoder, latents: Sequence[torch.Tensor]) -> Sound:
+    """Return the sound of latents, those of each picture or video. One after the other, as each would be alone."""
+    forecast = functools.partial(sound.forecast, model.forecaster, latents[0])
+    strategy = host_flags().strategy("auto", "other")
+    expected = runner.expected(DECODING_SOUND, sound.units, forecast, strategy)
+
+    def run(device: torch.device, modules: Modules) -> torch.Tensor:
+        return torch.cat([to_host(sound.run(device, modules, each).float()) for each in latents])
+
+    keep, work = runner.settings.keeps_vae, (DECODING_SOUND, tuple(latents[0].shape))
+    with sound.calling({unit.name: unit.module for unit in sound.units}):
+        stage = Stage(DECODING_SOUND, sound.units, run, strategy, work, **expected, keep=keep)
+        waveform = runner.run(stage)
+    with torch.inference_mode(False):
+        return Sound(waveform.clone(), sound.sample_rate)

@@ -28,3 +28,9 @@ TAILS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "frames": lambda images: images[None],  # of one video, which a VAE of pictures decodes
     "second of two": lambda images: images[1::2],  # JoyImage decodes what it edits before what it made
 }
+
+# Sound [B,C,T] of what its last module gives.
+SOUND_TAILS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "": lambda sound: sound,
+    "channels": lambda sound: sound.transpose(0, 1),  # MiniMax-H3 decodes each channel as an item of a batch
+}

@@ -17,7 +17,7 @@ from torch import nn
 from ...memory.weights.unit import ManagedModel
 from ..sampling.batches import Generators, generators
 from ..sampling.cache_decisions import Moment
-from ..sampling.latents import StepCheck, check_noise
+from ..sampling.latents import StepCheck, check_noise, note_sound
 from ..sampling.step_range import StepRange
 from .answers import Telling
 from .signatures import returned_names
@@ -30,6 +30,9 @@ _EXPECTING = (
     "FlowMatchLCMScheduler",
     "FlowSampler",
 )  # say at each step how it would end
+
+
+_COLOURS = 3  # channels of pixels
 
 
 class StandIn(nn.Module):
@@ -109,15 +112,45 @@ class StandInPart:
 class StandInVae(StandIn):
     """Stands in for a VAE while the transformer runs, and catches what it is asked to decode.
 
-    What it is asked to encode, `ask` answers.
+    What it is asked to encode, `ask` answers. Where sound is decoded `after` the pictures, its decoder is handed what
+    the VAE was to decode, and the call goes on to it with pictures of one pixel.
     """
 
-    def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        raise DecodeCalledError(latents)
+    def __init__(self, *args: Any, after: StandInSound | None = None) -> None:
+        super().__init__(*args)
+        object.__setattr__(self, "_after", after)
+
+    def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        if self._after is None or self._after.pictures is not None:
+            raise DecodeCalledError(latents)
+        self._after.pictures = latents
+        return DecoderOutput(latents.new_zeros((len(latents), _COLOURS, *[1] * (latents.ndim - 2))))
 
     def encode(self, pixels: torch.Tensor, return_dict: bool = True) -> Any:
         made = self.forward(pixels)
         return made if return_dict else tuple(made.values())
+
+
+class StandInSound(StandIn):
+    """Stands in for the first module that makes sound of its latents, and catches these.
+
+    `pictures` are the latents that the VAE was to decode before.
+    """
+
+    def __init__(self, unit: ManagedModel, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(unit, device, dtype)
+        self.pictures: torch.Tensor | None = None
+
+    def forward(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        self.decode(latents)
+
+    def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        if self.pictures is None:
+            raise RuntimeError("the pipeline decodes its sound before its pictures")
+        pictures, self.pictures = self.pictures, None
+        raise DecodeCalledError(pictures, sound=latents)
 
 
 class LateTool:
@@ -135,11 +168,13 @@ class LoopReachedError(Exception):
 
 
 class DecodeCalledError(Exception):
-    """Carries the latents out of a pipeline's call."""
+    """Carries the latents out of a pipeline's call, those of its `sound` noted on them."""
 
-    def __init__(self, latents: torch.Tensor, reached: str = "its decoder") -> None:
+    def __init__(self, latents: torch.Tensor, reached: str = "its decoder", sound: torch.Tensor | None = None) -> None:
         super().__init__(f"the pipeline reached {reached}")
         self.latents = latents
+        if sound is not None:
+            note_sound(latents, (sound,) if len(latents) == 1 else sound.chunk(len(latents)))
 
 
 @contextmanager

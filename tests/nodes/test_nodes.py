@@ -46,8 +46,10 @@ from ballast.nodes.shared import running
 from ballast.nodes.shared.folders import DEMO
 from ballast.nodes.shared.progress import StepProgress, as_picture, latent_format, show_text_in
 from ballast.pipelines.stages import sample as samples
+from ballast.pipelines.stock.sound import Sound
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
+from comfy_execution.graph_utils import ExecutionBlocker
 from conftest import HOST
 from host import InputError, page, run_node
 from places import DATA, ROOT, SUPPORT, clear
@@ -367,6 +369,28 @@ def test_video_comes_as_a_batch_of_frames(sim: ModuleType, tiny_folders: Callabl
     assert image.shape == (family.frames, *reversed(family.size), 3)
     film = run_node(VaeDecode, pipeline=reference, latent=latent).result[1]
     assert film.get_components().frame_rate == 16, "as Wan was trained"
+
+
+def test_the_sound_of_videos_comes_as_audio_and_in_the_video(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each video in AUDIO; one after the other in VIDEO, as the frames are. Who has none gets no output."""
+    reference = load("videos/wan")
+    pipe = reference.open()
+    latent = {"samples": torch.zeros(2, 16, 1, 4, 6)}
+    sound = Sound(torch.rand(2, 2, 3000), 8000)
+    made = {"images": torch.rand(2, 4, 8, 8, 3), "sound": sound}  # of a quarter of a second each
+    monkeypatch.setattr(type(pipe), "decode_all", lambda *_: dict(made))
+    image, video, audio = run_node(VaeDecode, pipeline=reference, latent=latent).result
+    assert torch.equal(image, made["images"].flatten(0, 1))
+    assert audio == {"waveform": sound.waveform, "sample_rate": 8000} and audio["waveform"] is sound.waveform
+    heard = video.get_components().audio
+    assert heard["sample_rate"] == 8000
+    assert torch.equal(heard["waveform"], torch.cat([sound.waveform[:1, :, :2000], sound.waveform[1:, :, :2000]], -1))
+    del made["sound"]
+    for word, own in (("this model draws no sound", None), ("this latent has no sound", object())):
+        monkeypatch.setattr(pipe.model, "sound", own)
+        _, video, silent = run_node(VaeDecode, pipeline=reference, latent=latent).result
+        assert isinstance(silent, ExecutionBlocker) and word in silent.message
+        assert video.get_components().audio is None
 
 
 def test_size_of_nothing_is_that_of_the_pipeline(sim: ModuleType) -> None:

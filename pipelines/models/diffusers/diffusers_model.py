@@ -72,6 +72,7 @@ from ...stock.signatures import (
     scales_of,
     text_options,
 )
+from ...stock.sound import SoundDecoder
 from ...stock.stand_ins import (
     DecodeCalledError,
     Entering,
@@ -79,6 +80,7 @@ from ...stock.stand_ins import (
     LoopReachedError,
     StandIn,
     StandInEncoder,
+    StandInSound,
     StandInVae,
     Steps,
     checking_noise,
@@ -135,6 +137,7 @@ class DiffusersModel:
     starts_from_latents = False
     looks = False  # whether every run encodes images, also one without pictures
     left_out: tuple[str, ...] = ()
+    sound: SoundDecoder | None = None
     latent_dimensions = 4
     decodes_to_host = False
     batch_dims: Mapping[str, int] = MappingProxyType({})
@@ -194,6 +197,12 @@ class DiffusersModel:
         self.latent_dimensions, self.own_size = verdict.dimensions, verdict.own_size
         self.tail, self.looks = verdict.tail, verdict.looks
         self.text_options, self.fails = verdict.needs, ""
+        self.set_sound(SoundDecoder.of(verdict.sound, verdict.sound_tail, self.parts))
+
+    def set_sound(self, sound: SoundDecoder | None) -> None:
+        """Set what makes sound after the pictures are decoded. Its units do not sample."""
+        self.sound, units = sound, sound.units if sound else []
+        self.denoisers = [unit for unit in self.parts.denoisers if unit not in units]
 
     def in_float32(self) -> DiffusersModel:
         """Return the same model in float32, to be compared with its own call."""
@@ -207,6 +216,7 @@ class DiffusersModel:
         other.replays, other.default_negative, other.left_out = self.replays, self.default_negative, self.left_out
         other.latent_dimensions, other.own_size, other.tail = self.latent_dimensions, self.own_size, self.tail
         other.text_options, other.looks, other.controls = self.text_options, self.looks, self.controls
+        other.set_sound(self.sound)
         return other
 
     def check_ready(self) -> None:
@@ -250,7 +260,10 @@ class DiffusersModel:
             later = not reads and name.startswith("tokenizer")
             parts[name] = LateTool(functools.partial(self.parts.tool, name)) if later else self.parts.tool(name)
         ask = ask or functools.partial(functools.partial, telling.answer)
-        parts["vae"] = StandInVae(self.decoder, device, torch.float32, ask("vae"))
+        heard: StandInSound | None = None
+        for unit in reversed(self.sound.units if self.sound else []):
+            parts[unit.name] = heard = StandInSound(unit, device, self.components[unit.name].run_dtype)
+        parts["vae"] = StandInVae(self.decoder, device, torch.float32, ask("vae"), after=heard)
         for unit in self.parts.units.values():
             in_loop = unit.role == "transformer" or unit.name.startswith(CONTROLNET)
             asked = unit.name in SEEING or (looks and unit.name in self.parts.beside)

@@ -36,7 +36,8 @@ from ...stock.blocks import run_blocks
 from ...stock.module_call import ModuleCall
 from ...stock.postprocess import OF_ONE, TAILS
 from ...stock.signatures import check_frames, fewest_frames, passes, picture_sizes, spatial_factors
-from ...stock.stand_ins import DecodeCalledError, LateTool, LoopReachedError, StandIn, StandInVae, Steps
+from ...stock.sound import SoundDecoder
+from ...stock.stand_ins import DecodeCalledError, LateTool, LoopReachedError, StandIn, StandInSound, StandInVae, Steps
 from ...stock.tasks import WORDS
 from ..claims import Claims
 from ..diffusers.diffusers_model import FRAMES, frame_rate_of
@@ -99,8 +100,8 @@ class ModularModel(LoopModel):
         self.distilled = not self.guiders and _SCALE in self.sample_inputs
         units, asking = parts.units, asked(self.stages.sample[: self._decoding])
         self.encoders = [u for u in units.values() if u.name in self.stages.encoders and u.role in _ENCODE]
-        sampling = asking - {unit.name for unit in self.encoders} - {"vae", *SEEING}
-        self.denoisers = [unit for unit in units.values() if unit.name in sampling]
+        self._sampling = asking - {unit.name for unit in self.encoders} - {"vae", *SEEING}
+        self.set_sound(None)
         self.decoder, self.decoder_config = units["vae"], dict(parts.components["vae"].config)
         for block in self.stages.all:
             if hasattr(block, "set_progress_bar_config"):
@@ -201,6 +202,12 @@ class ModularModel(LoopModel):
         """Take what the comparison with its own call found."""
         self.left_out, self.latent_dimensions = verdict.left_out, verdict.dimensions
         self.tail, self.looks, self.must_guide = verdict.tail, verdict.looks, _GUIDER in verdict.needs
+        self.set_sound(SoundDecoder.of(verdict.sound, verdict.sound_tail, self.folder_parts))
+
+    def set_sound(self, sound: SoundDecoder | None) -> None:
+        """Set what makes sound after the pictures are decoded. Its units do not sample."""
+        self.sound, names = sound, self._sampling - {unit.name for unit in (sound.units if sound else ())}
+        self.denoisers = [unit for unit in self.folder_parts.units.values() if unit.name in names]
 
     def in_float32(self) -> ModularModel:
         """Return the same model in float32, to be compared with its own call."""
@@ -245,13 +252,16 @@ class ModularModel(LoopModel):
                 later = not reads and name.startswith("tokenizer")
                 tool = functools.partial(self.folder_parts.tool, name)
                 setattr(pipe, name, LateTool(tool) if later else tool())
+        first = self.sound.units[0] if self.sound else None
+        heard = StandInSound(first, device, self.components[first.name].run_dtype) if first else None
         for unit in self.folder_parts.units.values():
-            setattr(pipe, unit.name, modules.get(unit.name) or self._stand_in(unit, device, ask))
+            module = heard if unit is first else self._stand_in(unit, device, ask, heard)
+            setattr(pipe, unit.name, modules.get(unit.name) or module)
         return pipe
 
-    def _stand_in(self, unit: ManagedModel, device: torch.device, ask: Ask) -> StandIn:
-        kind = StandInVae if unit.role == "vae" else StandIn
-        return kind(unit, device, self.components[unit.name].run_dtype, ask(unit.name))
+    def _stand_in(self, unit: ManagedModel, device: torch.device, ask: Ask, heard: StandInSound | None) -> StandIn:
+        given = unit, device, self.components[unit.name].run_dtype, ask(unit.name)
+        return StandInVae(*given, after=heard) if unit.role == "vae" else StandIn(*given)
 
     def initial_state(self, given: Mapping[str, Any]) -> Any:
         """Return the state that its own call begins with, for these inputs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -257,6 +258,14 @@ def ltx2() -> Parts:
             resnet_kernel_sizes=[3], resnet_dilations=[[1, 3, 5]], output_sampling_rate=16000,
         ),
     }  # fmt: skip
+
+
+def ltx2_class(folder: Path) -> Path:
+    """Write a folder of the class, whose tokenizer pads as that of the real one."""
+    parts = seeded(ltx2)
+    parts["tokenizer"].padding_side = "left"
+    diffusers.LTX2Pipeline(**parts).save_pretrained(folder)
+    return folder
 
 
 def minimax_h3() -> Parts:
