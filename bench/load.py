@@ -1,7 +1,7 @@
 """Weights from a cold disk, each way side by side: seconds, and how high RAM rose.
 
-To RAM, by Ballast and by transformers; and through staging buffers, as they stream, beside plain direct reads of as many
-threads.
+To RAM, by Ballast and by transformers; and through staging buffers, as they stream, beside plain direct reads of as
+many threads.
 """
 
 from __future__ import annotations

@@ -22,10 +22,11 @@ from .decoding.decode import to_images
 from .encoding.conditioning import Conditioning
 from .encoding.embedding_cache import EmbeddingCache
 from .encoding.pictures import Given, as_pictures, pictures_of
+from .encoding.prompt_weights import PROMPT_WEIGHTS
 from .encoding.prompts import TOLD, Negative, Prompt, as_list, check_text
 from .files.keys import key_text
 from .lora.use import Given as Loras
-from .lora.use import named, notes_of, open_loras, refuse_scales
+from .lora.use import named, notes_of, open_loras
 from .models.model import Model, OnStep, Request
 from .options import TRUE_CFG, check_values, plain_defaults, plain_number, steps_of
 from .planning.plans import TYPICAL_PROMPT, NoBudgetError, PlanSound, Run, plan_batch, plan_run
@@ -36,7 +37,7 @@ from .sampling.latents import check_decodable, check_finite, check_noise, check_
 from .sampling.step_range import STEP_RANGE, StepRange
 from .stages import sample as sampling
 from .stages.batch_runs import BatchRuns, Item, Latents, Made
-from .stages.encode import encode_text, encoding_of, text_of
+from .stages.encode import check_text_options, encode_text, encoding_of, text_of
 from .stages.image_conditioning import plan_image_encoding
 from .stages.vae_stages import decode_sound, pixels_of, vae_run
 from .stock.sound import DECODING_SOUND, Sound
@@ -222,7 +223,7 @@ class Pipeline:
 
     def encodes_with(self, name: str) -> bool:
         """Return whether an option of this name is one of `encode`, and not of `sample`."""
-        return name in self.model.encode_options()
+        return name == PROMPT_WEIGHTS or name in self.model.encode_options()
 
     @plain_defaults()
     def encode(
@@ -234,13 +235,15 @@ class Pipeline:
         `images` [B,H,W,3] in 0..1, or a list of them, are those that an edit model works from; they stay with the
         conditioning. `options` are further arguments of the pipeline's own `encode_prompt`. No encoder stays on the
         device.
+
+        Where all encoders are CLIP, T5 or BERT, brackets are weights as in ComfyUI: `(word)` is 1.1, `(word:1.3)` is
+        1.3, `\\(` is a bracket. With `prompt_weights=False`, and for other encoders, they are plain text.
         """
         options = {name: plain_number(value) for name, value in options.items()}
         check_text(prompt, negative_prompt)
         prompt = prompt if isinstance(prompt, str) else list(prompt)  # stock tells them from tuples
         check_values(options)
-        self.model.check_options(options)
-        refuse_scales(self.runner.loras, options)
+        check_text_options(self.model, self.runner, options)
         pictures = as_pictures(images, "images")
         text = text_of(self.model, prompt, negative_prompt, self.model.pictures_read(pictures) | options)
         return replace(encode_text(self.model, self.runner, text), pictures=pictures)
@@ -547,8 +550,7 @@ class Pipeline:
         references = as_pictures(images, "images") if cond is None else cond.pictures
         texts = {name: options.pop(name) for name in list(options) if cond is None and self.encodes_with(name)}
         if texts:
-            model.check_options(texts)
-            refuse_scales(runner.loras, texts)
+            check_text_options(model, runner, texts)
         read = model.pictures_read(references) | texts if cond is None else {}
         if true_cfg is not None:
             options[TRUE_CFG] = true_cfg

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .prompt_weights import WeightedPrompt
+
 Prompt = str | Sequence[str]
 Negative = Prompt | None  # None for what the stock pipeline takes by default
 COUNTS = "Above 1 it counts, and each step runs twice."
@@ -52,8 +54,12 @@ def no_effect(scale: float, by_default: bool) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt pair to encode, with options of the model's `encode`."""
+    """A prompt pair to encode, with options of the model's `encode`.
+
+    `weighted` are all its prompts where any of them has weights, which these texts are without.
+    """
 
     prompt: Prompt
     negative_prompt: Negative
     options: dict[str, Any] = field(default_factory=dict)
+    weighted: tuple[WeightedPrompt, ...] = ()

@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .prompt_weights import Weighting
 
 _LAST_WORDS = 5  # to show where a prompt is cut
 _SOME = 5  # unknown words that are named
@@ -33,6 +36,7 @@ class Truncation:
     def __init__(self) -> None:
         self._readings: dict[tuple[str, str], Reading] = {}
         self._tokenizers: dict[str, Any] = {}  # by the encoder's title, each as it was before it was listened to
+        self.weighting: Weighting | None = None  # is told of the calls, too
 
     def start(self) -> None:
         """Forget what was read for earlier prompts."""
@@ -41,13 +45,16 @@ class Truncation:
     def attach(self, tokenizer: Any, encoder: str) -> Any:
         """Watch the tokenizer of an encoder from now on, and return it."""
         kind: Any = type(tokenizer)
-        hear = self._hear
+        watch = self
 
         def listened(self: Any, *given: Any, **named: Any) -> Any:
             found = kind.__call__(self, *given, **named)
             text = named["text"] if "text" in named else next(iter(given), None)
+            texts = [text] if isinstance(text, str) else text
             if named.get("truncation"):
-                hear(kind, self, encoder, [text] if isinstance(text, str) else text, found, named)
+                watch._hear(kind, self, encoder, texts, found, named)
+            if watch.weighting is not None and isinstance(texts, Sequence):
+                watch.weighting.tokenized(kind, self, texts, named)
             return found
 
         namespace = {"__call__": listened, "__module__": kind.__module__}

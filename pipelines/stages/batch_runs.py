@@ -14,7 +14,7 @@ from ..encoding.pictures import as_pictures
 from ..encoding.prompts import Negative, Text
 from ..lora.use import refuse_scales
 from ..stock.sound import Sound
-from .encode import text_of
+from .encode import check_text_options, text_of
 from .prompt_batches import PromptBatch
 
 if TYPE_CHECKING:
@@ -127,10 +127,8 @@ class BatchRuns:
         options = item.encoding()
         pictures = as_pictures(options.pop("images", None), "images")
         model = self.pipe.model
-        model.check_options(options)
-        refuse_scales(self.pipe.runner.loras, options)
-        text = text_of(model, item.prompt, item.negative_prompt, {})
-        return replace(text, options=model.pictures_read(pictures) | options), pictures
+        check_text_options(model, self.pipe.runner, options)
+        return text_of(model, item.prompt, item.negative_prompt, model.pictures_read(pictures) | options), pictures
 
     def _sample_chunk(
         self, items: Sequence[Item], numbers: Sequence[int], latents: Latents, conds: dict[int, Conditioning]

@@ -27,7 +27,7 @@ from ..encoding.prompts import Text, check_text
 from ..options import plain_defaults
 from ..planning.forecasts import quietly
 from ..runner import Runner, Stage
-from .encode import conditioning_of, encode_text, encoding_key, encoding_of, kept
+from .encode import conditioning_of, embeddings_of, encode_text, encoding_key, encoding_of, kept
 
 if TYPE_CHECKING:
     from ..models.model import Model, Modules
@@ -134,7 +134,7 @@ class PromptBatch:
                 return made
 
             with _between(modules, listen):
-                return self.model.encode(text, device, modules)
+                return embeddings_of(self.model, text, device, modules)
 
         try:
             encoding = replace(encoding_of(self.model, text), encode=encode)
@@ -203,7 +203,7 @@ class PromptBatch:
         modules = {unit.name: unit.module for unit in self.model.encoders}
         try:
             with _between(modules, answer):
-                tensors = self.model.encode(text, device, modules)
+                tensors = embeddings_of(self.model, text, device, modules)
             if last:
                 made = conditioning_of(self.model, text, tensors)
                 reading.conditioning = kept(self.model, self.runner, text, made)

@@ -153,7 +153,7 @@ def test_a_picture_of_another_shape_is_said_to_be_stretched(models: Path, sim: M
 
 
 def test_prompt_weights_are_said_to_be_plain_text(models: Path, sim: ModuleType) -> None:
-    pipe = load("flux").open()
+    pipe = load("demo: shapes").open()  # whose encoder is a language model
     for prompt, weights in (
         ("a (red:1.3) boat", "(red:1.3)"),
         ("a ((old) boat:0.8)", ""),
