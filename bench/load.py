@@ -184,18 +184,18 @@ def _by_staging(path: Path, width: int) -> None:
     layers: dict[str, list[Stored]] = {}
     for name, stored in stored_tensors([path]).items():
         layers.setdefault(name.rpartition(".layer.")[0], []).append(stored)
-    most = max(hostbuffer.layout(layer)[1] for layer in layers.values())
+    likes = [[torch.empty(each.shape, dtype=each.dtype, device="meta") for each in layer] for layer in layers.values()]
+    laid_out = [hostbuffer.layout(layer) for layer in likes]
+    most = max(nbytes for _, nbytes in laid_out)
     place = torch.empty(most, dtype=torch.uint8, device=device)
+    groups = [
+        [(stored, hostbuffer.view_of(place, at, like)) for stored, at, like in zip(layer, offsets, its, strict=True)]
+        for layer, (offsets, _), its in zip(layers.values(), laid_out, likes, strict=True)
+    ]
     staging = StagingBuffers(Queues(device), most)
-    for _ in staging.bringing(list(zip(layer, _cut(place, layer), strict=True)) for layer in layers.values()):
+    for _ in staging.bringing(groups):
         pass
     staging.close()
-
-
-def _cut(place: torch.Tensor, layer: list[Stored]) -> list[torch.Tensor]:
-    offsets = hostbuffer.layout(layer)[0]
-    parts = [place[at : at + each.nbytes] for at, each in zip(offsets, layer, strict=True)]
-    return [part.view(each.dtype).view(each.shape) for part, each in zip(parts, layer, strict=True)]
 
 
 def _by_direct_reads(path: Path, width: int) -> None:

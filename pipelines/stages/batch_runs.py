@@ -12,7 +12,6 @@ from ...memory.errors import release_frames
 from ..encoding.conditioning import Conditioning
 from ..encoding.pictures import as_pictures
 from ..encoding.prompts import Negative, Text
-from ..lora.use import refuse_scales
 from ..stock.sound import Sound
 from .encode import check_text_options, text_of
 from .prompt_batches import PromptBatch
