@@ -87,8 +87,9 @@ def seeded(build: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("build", "change"),
     [
-        (qwen3_vl, dict), (qwen3_vl, comfy), (gemma3, dict), (gemma3, comfy), (gemma3, text_alone), (mistral3, dict),
-        (mistral3, text_alone), (byt5, dict),
+        (qwen3_vl, comfy), (gemma3, comfy), (gemma3, text_alone), (byt5, dict),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((qwen3_vl, dict), (gemma3, dict), (mistral3, dict),
+        (mistral3, text_alone))),
     ],
 )  # fmt: skip
 def test_hidden_states_are_those_of_the_folder(

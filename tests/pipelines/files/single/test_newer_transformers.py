@@ -74,7 +74,23 @@ LAYOUTS += [
 ]
 
 
-@pytest.mark.parametrize(("name", "prefix", "change"), LAYOUTS)
+def some(values: list[Any], *always: Any) -> list[Any]:
+    """The values as parameters; all but `always` take long."""
+    rest = [value for value in values if value not in always]
+    return [*always, *(pytest.param(*(v if type(v) is tuple else (v,)), marks=pytest.mark.long) for v in rest)]
+
+
+FAST = {"hunyuan_image", "hunyuan_video15", "ovis", "longcat", "krea2", "qwen_image21", "ltx23", "minimax_h3", "cosmos"}
+
+
+def marked(case: tuple[str, str, Any]) -> Any:
+    """Once without a prefix, and Hunyuan's under ComfyUI's names; what more there is takes long."""
+    name, prefix, change = case
+    fast = name in FAST and (not prefix or (name == "hunyuan_image" and change is not dict) or prefix == "net.")
+    return case if fast else pytest.param(*case, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "prefix", "change"), map(marked, LAYOUTS))
 def test_the_original_file_gives_the_weights_of_the_folder(
     name: str, prefix: str, change: Callable[[State], State], tmp_path: Path
 ) -> None:
@@ -90,7 +106,7 @@ def test_the_original_file_gives_the_weights_of_the_folder(
     assert all(torch.equal(value, expected[key].to(value.dtype)) for key, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("name", NEWER)
+@pytest.mark.parametrize("name", some(list(NEWER), "longcat", "cosmos"))
 def test_a_file_with_the_names_of_diffusers(name: str, tmp_path: Path) -> None:
     made = NEWER[name].build()
     save_file(made.state_dict(), path := tmp_path / "m.safetensors")
@@ -126,10 +142,7 @@ def sparse(at: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
     return at
 
 
-QUICK = ("krea2", "hunyuan_video15", "ovis")
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in NEWER])
+@pytest.mark.parametrize("name", some(list(NEWER), "ovis"))
 def test_published_widths(name: str, tmp_path: Path) -> None:
     """Every name and shape of the published model, and the values of its config."""
     with torch.device("meta"):
@@ -157,9 +170,12 @@ APART = {"ovis": ("fp8 of one scale",)}  # two layers that are one in diffusers,
 
 
 @pytest.mark.parametrize(
-    "how", ["q8_0", "fp8 of one scale", *(pytest.param(how, marks=pytest.mark.long) for how in ("int8", "fp8", "q4_0"))]
-)
-@pytest.mark.parametrize("name", WIDE)
+    ("name", "how"),
+    some(
+        [(name, how) for name in WIDE for how in ("q8_0", "q4_0", "int8", "fp8", "fp8 of one scale")],
+        ("ovis", "q8_0"), ("ovis", "fp8 of one scale"), ("longcat", "fp8 of one scale"), ("minimax_h3", "int8"),
+    ),
+)  # fmt: skip
 def test_quantised_files(name: str, how: str, tmp_path: Path) -> None:
     """Weights are decoded to what the file's own are, renamed, split and swapped as plain ones."""
     tiny, sizes = NEWER[name], WIDE[name]

@@ -129,7 +129,7 @@ def found(base: Path, cls: str, path: Path) -> Any:
     return read_components(base, index, None, None, GivenFiles(transformer, vae=path).components(index))["vae"]
 
 
-@pytest.mark.parametrize("prefix", ["", "vae."])
+@pytest.mark.parametrize("prefix", ["", pytest.param("vae.", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("cls", "config", "original", "beside"), CASES, ids=lambda each: str(each)[:26])
 def test_the_original_file_gives_the_weights_of_the_folder(
     cls: str, config: dict[str, Any], original: Callable[[State], State], beside: State, prefix: str, tmp_path: Path

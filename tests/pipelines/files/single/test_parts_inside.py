@@ -62,7 +62,7 @@ _CONDITIONER = {
     "target_vocab_size": 128,
 }  # fmt: skip
 CASES = [
-    ("ltx2", "connectors", LTX2TextConnectors, _CONNECTORS, connectors),
+    pytest.param("ltx2", "connectors", LTX2TextConnectors, _CONNECTORS, connectors, marks=pytest.mark.long),
     ("ltx23", "connectors", LTX2TextConnectors, _LTX23, connectors),
     ("cosmos", "text_conditioner", diffusers.AnimaTextConditioner, _CONDITIONER, conditioner),
 ]
