@@ -413,7 +413,7 @@ class Pipeline:
         model.decode_arguments(latents, arguments, "whole", 0)  # unknown ones are refused before anything is loaded
         pixels = vae_run(model, self.runner, "decode", arguments, self.runner.vram_budget())(latents)
         check_finite(pixels, "the decoder made")
-        return model.finish(to_images(pixels, video=model.is_video))
+        return model.finish(to_images(model.colours(pixels), video=model.is_video))
 
     @plain_defaults()
     def decode_sound(self, latents: torch.Tensor) -> Sound | None:

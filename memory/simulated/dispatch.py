@@ -211,7 +211,15 @@ def _counted(index: Any, func: Any) -> tuple:
 
 def _index_write(func: Any) -> Handler:
     write = _mutating(func) if func._schema.is_mutable else _plain
-    return lambda func, args, kwargs: write(func, (args[0], _moved(args[1]), *args[2:]), kwargs)
+
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
+        if type(args[0]) is SimTensor:
+            return write(func, (args[0], _moved(args[1]), *args[2:]), kwargs)
+        # A tensor on the CPU: torch brings indices there, as MiniMax-H3's code counts on. The host waits for them.
+        indices = [index.cpu() if type(index) is SimTensor else index for index in args[1]]
+        return func(args[0], indices, *args[2:], **kwargs)
+
+    return handler
 
 
 # Composite operators that run as one. Cut up, they would make the same storages in more steps.

@@ -82,6 +82,7 @@ class ManagedModel:
         self._build = build
         self._read = read
         self._stored = stored
+        self._calls_parts = False
         self.conversion: Conversion | None = None  # set before the module is first asked for
         self._converted: Mapping[str, Source] | None = None  # the places of weights, those of the conversion included
         self._module: nn.Module | None = None
@@ -108,7 +109,7 @@ class ManagedModel:
             if self._module is None:
                 stored = self._stored() if self._stored else {}  # here: in `_apart`'s thread it would wait for the lock
                 module = _apart(lambda: self._mark(self._build(), stored)).eval()
-                module.__class__ = _located(type(module))  # type: ignore[arg-type]
+                module.__class__ = _located(type(module), self._calls_parts)  # type: ignore[arg-type]
                 self._module = module
                 self.runs_on(torch.device("cpu"))
         return self._module
@@ -184,7 +185,7 @@ class ManagedModel:
             raise RuntimeError(f"{self.name} is a module in memory, and cannot be built once more.")
         with building:
             module = _apart(self._shapes).eval()
-        module.__class__ = _located(type(module))  # type: ignore[arg-type]
+        module.__class__ = _located(type(module), self._calls_parts)  # type: ignore[arg-type]
         vars(module)["_runs_on"] = torch.device("meta")
         return module
 
@@ -193,6 +194,15 @@ class ManagedModel:
         module = self._build()
         attach_shapes(module, self._adapters)
         return module
+
+    def call_parts(self) -> None:
+        """Let a call of the module with `call_part="model"` run that part of it alone, as any call of this unit runs.
+
+        Code of diffusers calls parts by themselves, and weights come when the module is called.
+        """
+        if not self._calls_parts:
+            self._calls_parts, module = True, self.module
+            module.__class__ = _located(type(module), True)  # type: ignore[arg-type]
 
     def double(self) -> nn.Module:
         """Return a shallow copy of the module without wrappers of its `forward`, for a run on shapes."""
@@ -536,13 +546,19 @@ def _apart(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 @functools.cache
-def _located(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `cls` whose `device` is the one set by `runs_on`.
+def _located(cls: type[nn.Module], calls_parts: bool) -> type[nn.Module]:
+    """Return a subclass of `cls` whose `device` is the one set by `runs_on`; for `calls_parts` see `call_parts`.
 
-    Diffusers' own is that of the first parameter, which may be on `meta`.
+    Diffusers' own device is that of the first parameter, which may be on `meta`.
     """
     device = property(lambda module: vars(module)["_runs_on"])
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, "device": device})
+    own = {"__module__": cls.__module__, "__doc__": cls.__doc__, "device": device}
+
+    @functools.wraps(cls.forward)
+    def forward(module: nn.Module, *args: Any, call_part: str = "", **kwargs: Any) -> Any:
+        return module.get_submodule(call_part)(*args, **kwargs) if call_part else cls.forward(module, *args, **kwargs)
+
+    return type(cls.__name__, (cls,), own | ({"forward": forward} if calls_parts else {}))
 
 
 def _without_weights(ref: ParameterRef) -> torch.Tensor:

@@ -35,14 +35,14 @@ class Echo:
 
     `build` makes its structure with parameters on `meta`, which each kind of call runs once, on shapes. `methods` are
     those of the module, beside `forward`, that are answered as one call. `calls` tells what came to the module itself:
-    the method, and a number that follows from its tensors. `parts_called` says that a module in it was called alone.
+    the method, and a number that follows from its tensors. `parts_called` names modules in it that were called alone.
     """
 
     def __init__(self, build: Callable[[], nn.Module], stand_ins: StandIns, methods: Sequence[str] = ()) -> None:
         self.face, self._inner = build().float(), build().float()
         vars(self.face)["_runs_on"] = torch.device("cpu")
         self.calls: list[tuple[str, float]] = []
-        self.parts_called = False
+        self.parts_called = set[str]()
         self._shapes: dict[Any, Any] = {}
         self._noise = functools.lru_cache(maxsize=64)(_noise)
         lay_stand_ins(self._inner, stand_ins)
@@ -63,7 +63,7 @@ class Echo:
         heard += _number_of([value for value in leaves if isinstance(value, str | int | float)])
         if not name:
             self.calls.append((method, heard))
-        self.parts_called |= bool(name)
+        self.parts_called |= {name} if name else set()
         hooked = tuple(within for within, module in self.face.named_modules() if within and module._forward_hooks)
         key = name, method, hooked, kind_of(args, kwargs)
         if key not in self._shapes:

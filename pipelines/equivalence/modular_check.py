@@ -24,6 +24,7 @@ from ..stock.stand_ins import Steps
 from ..stock.tasks import VIDEOS
 from . import verdicts
 from .comparison import GUIDES, NEGATIVE, StockCallError, picture_for
+from .fingerprints import Echo
 from .sound_check import check_sound, with_sound
 from .verdicts import Modules, Verdict, compare, echoes_of
 
@@ -130,7 +131,7 @@ class _Run:
         check_decodable(model, latents)
         check_sound(model.sound, latents, modules, next(iter(self.heard), None))
         pixels = run_decoder(modules["vae"], latents, _HOST, model.decode_arguments(latents, {}, "whole", 0))
-        pictures = to_images(pixels.float(), video=model.is_video)
+        pictures = to_images(model.colours(pixels.float()), video=model.is_video)
         return (pictures * 255).round() / 255 if self.output == "pil" else pictures
 
 
@@ -177,7 +178,7 @@ def _compare_all(run: _Run) -> Verdict:
                 raise
             needs["guider"] = True  # Wan's own blocks fail without guidance: a run without is refused
             continue
-        if part := next((unit.name for unit in model.encoders if echoes[unit.name].parts_called), None):
+        if part := next((unit.name for unit in model.encoders if _calls_several(echoes[unit.name])), None):
             return Verdict(
                 f"its blocks call parts of its {part} by themselves, which is loaded when the whole is called"
             )
@@ -185,7 +186,13 @@ def _compare_all(run: _Run) -> Verdict:
             return found[-1]
     if len({each.tail for each in found}) > 1:
         return Verdict("its call changes what its VAE decodes, in more than one way")
-    return replace(found[0], dimensions=model.latent_dimensions, looks=run.looks, needs=needs)
+    parts = {unit.name: part for unit in model.encoders for part in echoes[unit.name].parts_called}
+    return replace(found[0], dimensions=model.latent_dimensions, looks=run.looks, needs=needs, parts=parts)
+
+
+def _calls_several(echo: Echo) -> bool:
+    """Return whether parts of a module are called by themselves, and not one of them in place of the whole."""
+    return len(echo.parts_called) + bool(echo.parts_called and echo.calls) > 1
 
 
 def _see(modules: Modules, name: str, *args: Any, **kwargs: Any) -> Any:

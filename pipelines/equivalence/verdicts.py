@@ -40,7 +40,8 @@ class Verdict:
     its VAE encodes something even where it starts from no picture. `needs` are options of `encode` without which the
     stock call fails, or the guider of blocks that fail without guidance, and `stock_failed` says that it did. `sound`
     are the calls that make the sound of its latents, such as "audio_vae.decode", and `sound_tail` names what is done
-    with the result of the last. The stages run these, too.
+    with the result of the last. The stages run these, too. `parts` are those of encoders, by name, that blocks call in
+    place of the whole.
     """
 
     differs: str = ""
@@ -54,6 +55,7 @@ class Verdict:
     stock_failed: bool = False
     sound: tuple[str, ...] = ()
     sound_tail: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns, kind: type[Echo] = Echo) -> dict[str, Echo]:
@@ -126,12 +128,12 @@ def _read(path: Path) -> Verdict | None:
         facts = read_json(path)
         known = facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"])
         found = facts["own_size"] is True, str(facts["tail"]), facts["looks"] is True
-        sound = {"sound": tuple(facts["sound"]), "sound_tail": facts["sound_tail"]}
+        sound = {"sound": tuple(facts["sound"]), "sound_tail": facts["sound_tail"], "parts": dict(facts["parts"])}
         verdict = Verdict(*known, *found, needs=dict(facts["needs"]), **sound)
         _ = TAILS[verdict.tail], SOUND_TAILS[verdict.sound_tail]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    words = (verdict.differs, verdict.negative or "", *verdict.left_out, *verdict.sound)
+    words = (verdict.differs, verdict.negative or "", *verdict.left_out, *verdict.sound, *verdict.parts.values())
     return verdict if all(isinstance(word, str) for word in words) else None
 
 

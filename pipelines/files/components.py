@@ -15,6 +15,7 @@ from ...memory.files import check_links, one_line, read_json
 from ...memory.vocabulary import Role
 from ...memory.weights.encoded import is_encoded, shapes_in, sources_of
 from ...memory.weights.encoding import Source, holds, kernels_of
+from ...memory.weights.normed import norm_in_forward
 from ...memory.weights.stored import (
     check_unchanged,
     file_identity,
@@ -149,6 +150,7 @@ class Component:
         with on_meta(self.folder / "config.json", self.cls.__name__, self.files[0]):
             module: Any = self._structure()
         leave_weights(module)
+        norm_in_forward(module)
         if only_tiled(module):
             module.enable_tiling()
         keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())

@@ -193,6 +193,10 @@ class LoopModel(ABC):
         """Accept every run: nothing is left to be known."""
         return
 
+    def colours(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the pixels as they are: in -1..1."""
+        return pixels
+
     def finish(self, images: torch.Tensor) -> torch.Tensor:
         """Return the pictures as they are."""
         return images

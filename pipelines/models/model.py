@@ -166,6 +166,9 @@ class Model(Protocol):
     def check_ready(self) -> None:
         """Raise ValueError, in one line, where what the model needs is not known yet."""
 
+    def colours(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return decoded pixels [B,3,(F),H,W] in -1..1, of those that the decoder gives in units of its own."""
+
     def finish(self, images: torch.Tensor) -> torch.Tensor:
         """Finish decoded pictures [B,(F),H,W,3] in 0..1 as the stock pipeline does."""
 

@@ -109,6 +109,25 @@ class StandInPart:
         return (parameter.to("meta", self.dtype) for parameter in self._module.parameters(recurse))
 
 
+class PartCaller:
+    """A module for code that calls one `part` of it in place of the whole: it calls the whole, which runs that part.
+
+    `at` is the path of what this one stands for: the module itself, or what leads to the part.
+    """
+
+    def __init__(self, module: nn.Module, part: str, at: str = "") -> None:
+        self._module, self._part, self._at = module, part, at
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self._at}.{name}" if self._at else name
+        if path == self._part or self._part.startswith(f"{path}."):
+            return PartCaller(self._module, self._part, path)
+        return getattr(self._module.get_submodule(self._at), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, call_part=self._at, **kwargs)
+
+
 class StandInVae(StandIn):
     """Stands in for a VAE while the transformer runs, and catches what it is asked to decode.
 

@@ -909,6 +909,10 @@ class DiffusersModel:
 
     # Decode
 
+    def colours(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the pixels as they are: in -1..1."""
+        return pixels
+
     def finish(self, images: torch.Tensor) -> torch.Tensor:
         """Finish decoded pictures as the stock call does."""
         return TAILS[self.tail](images)

@@ -13,13 +13,14 @@ from ...encoding.conditioning import Conditioning
 from ...encoding.pictures import as_handed, handed
 from ...stock.recording import Recorded
 
-STATE, PICTURED = "state", "pictured"  # the names in `Conditioning.info`
+STATE, PICTURED, ON_HOST = "state", "pictured", "on host"  # the names in `Conditioning.info`
 _DTYPE = "torch."  # how the text begins that stands for a dtype
 
 
-def carried(values: Mapping[str, Any], before: Mapping[str, Any]) -> Recorded:
-    """Return what blocks have changed in the state since `before`.
+def carried(values: Mapping[str, Any], before: Mapping[str, Any], device: torch.device) -> Recorded:
+    """Return what blocks that ran on a device have changed in the state since `before`.
 
+    What they left on the CPU beside that, as MiniMax-H3 its tags of tokens, is there for the next blocks, too.
     Raises ValueError, in one line, for a value that is no data.
     """
     made, plain, pictured = Recorded(), dict[str, Any](), list[str]()
@@ -38,7 +39,9 @@ def carried(values: Mapping[str, Any], before: Mapping[str, Any]) -> Recorded:
             plain[name] = value
         else:
             raise ValueError(f"its blocks pass {name} on from encoding to sampling, as {type(value).__name__}")
-    made.info = {STATE: json.dumps(plain), PICTURED: json.dumps(pictured)}
+    tensors = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    left = [n for n, one in tensors.items() if device.type != "cpu" == one.device.type and n not in pictured]
+    made.info = {STATE: json.dumps(plain), PICTURED: json.dumps(pictured), ON_HOST: json.dumps(left)}
     return made
 
 
@@ -47,7 +50,9 @@ def restored(cond: Conditioning, device: torch.device) -> dict[str, Any]:
     if STATE not in cond.info:
         raise ValueError("the conditioning was made by another class. Encode the prompt with this pipeline.")
     pictured = json.loads(cond.info[PICTURED])
-    tensors = replace(cond, tensors={n: v for n, v in cond.tensors.items() if n not in pictured}).to(device)
+    left = json.loads(cond.info.get(ON_HOST, "[]"))
+    tensors = replace(cond, tensors={n: v for n, v in cond.tensors.items() if n not in (*pictured, *left)}).to(device)
+    tensors |= {name: cond.tensors[name] for name in left}
     shown = {name: cond.tensors[name] for name in pictured}
     pictures = {name: as_handed(tuple(one) if isinstance(one, list) else one) for name, one in shown.items()}
     plain = json.loads(cond.info[STATE])

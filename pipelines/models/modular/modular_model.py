@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +38,16 @@ from ...stock.module_call import ModuleCall
 from ...stock.postprocess import OF_ONE, TAILS
 from ...stock.signatures import check_frames, fewest_frames, passes, picture_sizes, spatial_factors
 from ...stock.sound import SoundDecoder
-from ...stock.stand_ins import DecodeCalledError, LateTool, LoopReachedError, StandIn, StandInSound, StandInVae, Steps
+from ...stock.stand_ins import (
+    DecodeCalledError,
+    LateTool,
+    LoopReachedError,
+    PartCaller,
+    StandIn,
+    StandInSound,
+    StandInVae,
+    Steps,
+)
 from ...stock.tasks import WORDS
 from ..claims import Claims
 from ..diffusers.diffusers_model import FRAMES, frame_rate_of
@@ -76,6 +86,7 @@ class ModularModel(LoopModel):
     default_negative: str | None = None
     starts_from_latents = False
     must_guide = False  # whether its own call fails without guidance
+    called_parts: Mapping[str, str] = MappingProxyType({})  # of encoders, by their names, in place of the whole
     tail = ""  # what its call does with what the VAE decodes, by its name in TAILS
 
     def __init__(self, source: ModularFolder, parts: Components, inputs: Collection[str] = ()) -> None:
@@ -203,6 +214,9 @@ class ModularModel(LoopModel):
         self.left_out, self.latent_dimensions = verdict.left_out, verdict.dimensions
         self.tail, self.looks, self.must_guide = verdict.tail, verdict.looks, _GUIDER in verdict.needs
         self.set_sound(SoundDecoder.of(verdict.sound, verdict.sound_tail, self.folder_parts))
+        self.called_parts = verdict.parts
+        for name in verdict.parts:
+            self.folder_parts.units[name].call_parts()
 
     def set_sound(self, sound: SoundDecoder | None) -> None:
         """Set what makes sound after the pictures are decoded. Its units do not sample."""
@@ -330,7 +344,7 @@ class ModularModel(LoopModel):
 
         read = [c for c in self.components.values() if c.name in self.stages.encoders]
         return {
-            "format": 1,  # to be raised when the same facts give other embeddings
+            "format": 2,  # to be raised when the same facts give other embeddings
             "pipeline": self.name,
             "blocks": type(self.blocks).__name__,
             "inputs": sorted(self.inputs),
@@ -338,6 +352,7 @@ class ModularModel(LoopModel):
             "files": {c.name: c.identity() for c in read},
             "config": dict(self.source.config),
             "dtypes": {c.name: str(c.run_dtype) for c in read if c.is_module},
+            "on host": self.claims.manager.accelerator.is_cpu,  # which cannot tell what blocks leave on the CPU
             "options": text.options,
             **self.words_of(text),
         }
@@ -355,13 +370,15 @@ class ModularModel(LoopModel):
         if IMAGE in text.options and IMAGE not in self.inputs:
             return self.task(self.inputs | {IMAGE}).encode(text, device, modules)
         pipe = self.pipeline(device, modules, reads=True)
+        for name, part in self.called_parts.items():
+            setattr(pipe, name, PartCaller(modules[name], part))
         if self.guiders and not self._is_guided(pipe):
             self.set_guidance(pipe, _GUIDES)  # else nothing of the negative prompt is encoded
         given = {**as_stock(text.options), **{k: v for k, v in self.words_of(text).items() if v is not None}}
         state = self.initial_state(given)
         before = {name: value for name, value in state.values.items() if name not in given or name in PICTURES}
         run_blocks(self.stages.encode, pipe, state)
-        made = carried(state.values, before)
+        made = carried(state.values, before, device)
         made.info = {**made.info, "prompts": str(1 if isinstance(text.prompt, str) else len(text.prompt))}
         return made
 
@@ -511,6 +528,15 @@ class ModularModel(LoopModel):
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
 
     # Decode
+
+    def colours(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return pixels in -1..1. Those of MiniMax-H3's VAE have a mean and a deviation, which its pipeline tells."""
+        pipe = self.pipeline(HOST, {})
+        mean, deviation = (getattr(pipe, name, None) for name in ("pixel_mean", "pixel_std"))
+        if mean is None or deviation is None:
+            return pixels
+        shape = (1, -1, *[1] * (pixels.ndim - 2))
+        return 2 * (pixels * torch.tensor(deviation).view(shape) + torch.tensor(mean).view(shape)) - 1
 
     def finish(self, images: torch.Tensor) -> torch.Tensor:
         """Finish decoded pictures as its own blocks do."""

@@ -147,3 +147,10 @@ def test_a_wrong_kernel_is_seen(sim: ModuleType, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(tensor.handlers, aten.bmm.default, doubled(aten.bmm.default))
     with pytest.raises(AssertionError):
         expect_equal(matrix_products(state.card.device), matrix_products("cpu"))
+
+
+def test_indices_come_to_a_tensor_on_the_cpu_that_is_written(sim: ModuleType) -> None:
+    """As with a real card: torch brings them there."""
+    written = torch.zeros(4)
+    written[torch.tensor([1, 3]).to("sim")] = 2.0
+    assert written.tolist() == [0.0, 2.0, 0.0, 2.0]

@@ -212,6 +212,9 @@ FAMILIES: dict[str, Family] = {
     "helios_image": Family("HeliosModularPipeline", newest.helios, **_MOVES),
     "ltx2": Family("LTX2ModularPipeline", newest.ltx2, **_VIDEO | {"size": (64, 32)}),
     "ltx2_image": Family("LTX2ModularPipeline", newest.ltx2, **_MOVES | {"size": (64, 32)}),
+    "minimax_h3": Family(
+        "MiniMaxH3ModularPipeline", newest.minimax_h3, workflow="t2va", size=(64, 32), frames=124, guides=False
+    ),
     "sd3": Family("StableDiffusion3ModularPipeline", _of("sd3")),
     "sd3_image": Family("StableDiffusion3ModularPipeline", _of("sd3"), **_IMAGE),
     "wan": Family("WanModularPipeline", _of("wan"), **_VIDEO),
@@ -233,10 +236,6 @@ REFUSED: dict[str, tuple[Family, str]] = {
         "its blocks call parts of its text_encoder by themselves",
     ),
     "ltx25": (Family("LTX25ModularPipeline", newest.ltx25, **_VIDEO), "decodes with no vae"),
-    "minimax_h3": (
-        Family("MiniMaxH3ModularPipeline", newest.minimax_h3, **_VIDEO | {"workflow": "t2va"}),
-        "its blocks call parts of its text_encoder by themselves",
-    ),
 }  # fmt: skip
 
 
