@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,14 @@ def text_of(model: Model, prompt: Prompt, negative_prompt: Negative, options: Ma
         own = {name: plain(given) if given and _PROMPT.fullmatch(name) else given for name, given in own.items()}
     negative_prompt = model.default_negative if negative_prompt is None else negative_prompt
     weights = tuple(weighted) if any(each.spans for each in weighted) else ()
+    if (
+        weights
+        and own.get("clip_skip")
+        and "final_layer_norm(" in inspect.getsource(model.pipeline_class.encode_prompt)
+    ):
+        raise ValueError(
+            f"clip_skip and prompt weights: {model.title} norms the states after they are weighted. Leave one out."
+        )
     return Text(prompt, match_negatives(prompt, negative_prompt), own, weights)
 
 

@@ -6,16 +6,18 @@ import json
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ballast
+import diffusers
 import pytest
 import tiny
 import torch
 from ballast.pipelines.encoding.conditioning import Conditioning
 from ballast.pipelines.encoding.prompt_weights import WeightedPrompt, Weighting
 from ballast.pipelines.stages.batch_runs import BatchRuns, Item
+from ballast.pipelines.stages.encode import text_of
 from host import find_host, host_python
 from tiny_parts import TEXT_TOKENS, tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -60,8 +62,6 @@ def test_a_weight_that_is_none_is_refused_in_one_line(prompt: str) -> None:
 
 def stock_embeddings(folder: Path, name: str, words: str) -> dict[str, torch.Tensor]:
     """What the unmodified class makes of a prompt: the states of its tokens, and pooled ones if it has any."""
-    import diffusers
-
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
     made = pipe.encode_prompt(**{"prompt": words, **tiny.FAMILIES[name].encode_kwargs} | more_texts(name))
     names = {"flux": ("prompt_embeds", "pooled_prompt_embeds"), "wan": ("prompt_embeds",)}
@@ -139,6 +139,17 @@ def test_prompts_of_one_run_have_weights_of_their_own(tiny_folders: Folders) -> 
     torch.testing.assert_close(third, moved(plain, empty, [77 + at for at in RED], 2.0), atol=1e-6, rtol=1e-5)
     with pytest.raises(ValueError, match=r"^'a red boat' has several weights. Encode these prompts one by one.$"):
         pipe.encode(WORDS, PROMPT)
+
+
+def test_states_that_are_normed_later_are_not_weighted() -> None:
+    """By classes of Stable Diffusion 1 and 2 with `clip_skip`; ComfyUI norms them first."""
+    told = "^clip_skip and prompt weights: some model norms the states after they are weighted. Leave one out.$"
+    model: Any = SimpleNamespace(encoders=[], title="some model", pipeline_class=diffusers.StableDiffusionPipeline)
+    with pytest.raises(ValueError, match=told):
+        text_of(model, PROMPT, "", {"clip_skip": 1})
+    assert text_of(model, PROMPT, "", {"clip_skip": None}).weighted and not text_of(model, WORDS, "", {}).weighted
+    model.pipeline_class = diffusers.StableDiffusionXLPipeline
+    assert text_of(model, PROMPT, "", {"clip_skip": 1}).weighted
 
 
 def test_encoders_without_a_rule_read_brackets_as_words(tiny_folders: Folders) -> None:
