@@ -34,11 +34,11 @@ from ...stock.answers import Answers
 from ...stock.blocks import run_blocks
 from ...stock.module_call import ModuleCall
 from ...stock.postprocess import OF_ONE, TAILS
-from ...stock.signatures import check_frames, fewest_frames, passes, picture_sizes, spatial_factors
+from ...stock.signatures import check_frames, fewest_frames, frame_rate_of, passes, picture_sizes, spatial_factors
 from ...stock.stand_ins import DecodeCalledError, LateTool, LoopReachedError, StandIn, StandInVae, Steps
 from ...stock.tasks import WORDS
 from ..claims import Claims
-from ..diffusers.diffusers_model import FRAMES, frame_rate_of
+from ..diffusers.diffusers_model import FRAMES
 from ..diffusers.folder_parts import HOST, SEEING, Components
 from ..loop_model import LoopModel
 from ..model import Embeddings, Modules, OnStep, See
