@@ -23,7 +23,7 @@ from torch import nn
 from ...decoding.policy import WayName
 from ...encoding.conditioning import Conditioning, is_embeddings
 from ...encoding.pictures import Frames, Pictures, as_handed, as_stock, handed
-from ...encoding.prompts import COUNTS, TOLD, Prompt, Text, as_list, no_effect
+from ...encoding.prompts import COUNTS, TOLD, Text, as_list, as_plain, no_effect
 from ...equivalence import check
 from ...equivalence.verdicts import Verdict
 from ...files.components import read_model_index
@@ -307,7 +307,7 @@ class DiffusersModel:
     @property
     def control_modes(self) -> list[int | None]:
         """How many kinds of pictures each picture's ControlNet tells by a number, None for one that follows one."""
-        configs = [self.components[name].config for name in self.parts.controlnets]
+        configs = (self.components[name].config for name in self.parts.controlnets)
         known = [config.get("num_mode") or config.get("num_control_type") for config in configs]
         return known if len(known) == self.controls else known * self.controls
 
@@ -526,10 +526,9 @@ class DiffusersModel:
         """Record what the encoders make of a prompt in the stock call, with guidance and without, before it samples."""
         prompt, negative_prompt, options = text.prompt, text.negative_prompt, text.options
         recording = Recording()
-        texts = {"prompt": _plain(prompt), **{k: v for k, v in options.items() if k != "images"}}
-        plain = as_given(self.call)
+        texts = {"prompt": as_plain(prompt), **{k: v for k, v in options.items() if k != "images"}}
         if "negative_prompt" in self.call and negative_prompt is not None:
-            texts["negative_prompt"] = _plain(negative_prompt)
+            texts["negative_prompt"] = as_plain(negative_prompt)
         missing = {name: (torch.full((_SIDE, _SIDE, 3), 0.5),) for name in needed_inputs(self.pipeline_class)}
         edited = next((name for name in EDITED if name in missing), EDITED[0])
         pictures = {edited: options["images"]} if "images" in options else {}
@@ -544,7 +543,8 @@ class DiffusersModel:
 
             pipe = self.stock_pipeline(device, modules, *self.parts.without_weights(""), ask=ask)
             recording.listen(pipe)
-            given = texts | plain | as_stock(missing | pictures) | ({} if guidance is None else {str(scale): guidance})
+            scaled = {} if guidance is None else {str(scale): guidance}
+            given = texts | as_given(self.call) | as_stock(missing | pictures) | scaled
             try:
                 pipe(**given, output_type="pt")
             except LoopReachedError:
@@ -924,10 +924,6 @@ class DiffusersModel:
 
 def _follows_image(controlled: Any, pictures: Pictures) -> bool:
     return bool(pictures.image) and control_input(controlled) == "image"
-
-
-def _plain(prompt: Prompt | None) -> str | list[str] | None:
-    return prompt if prompt is None or isinstance(prompt, str) else list(prompt)
 
 
 def _asking_part(ask: Callable[[str], Callable[..., Any]], unit: str, part: str) -> Callable[..., Any]:
