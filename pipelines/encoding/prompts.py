@@ -16,6 +16,11 @@ TOLD: set[str] = set()  # notes that were shown or logged in this process
 _HALF = re.compile("[\ud800-\udfff]")  # each is one of a pair that stands for a character
 
 
+def as_plain(prompt: Prompt | None) -> str | list[str] | None:
+    """Return a prompt as JSON and stock calls take it."""
+    return prompt if prompt is None or isinstance(prompt, str) else list(prompt)
+
+
 def as_list(prompt: Prompt | None) -> list[str]:
     """Return the prompts as a list, empty for None."""
     if prompt is None:

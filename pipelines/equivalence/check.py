@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..encoding.conditioning import is_embeddings
 from ..planning.forecasts import quietly
+from ..stock.obstacles import obstacle
 from ..stock.signatures import encode_defaults
 from . import released, verdicts
 from .batch_check import compare_batch
@@ -132,6 +133,9 @@ def _compared(model: DiffusersModel, texts: DiffusersModel, options: Mapping[str
         if type(cause) is NameError:  # of a package that diffusers imports where it is
             raise ImportError(f"{name} needs the package {cause.name}: pip install {cause.name}.") from error
         failed = isinstance(error, StockCallError) and not _ON_SHAPES.search(str(cause))
+        if why := obstacle(model.pipeline_class):
+            log.debug("Ballast: %s was not compared (%s)", name, cause)
+            return Verdict(why)
         return replace(verdicts.not_compared(cause or error), stock_failed=failed)  # maybe the machine; not kept
     verdicts.keep(directory, key, verdict)
     return verdict

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import inspect
 import json
-import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 
 from ..encoding.conditioning import Conditioning
+from .signatures import encoding_methods
 
 RECORD = "record"  # the name in `Conditioning.info`
 SCALES = ("guidance_scale", "true_cfg_scale")  # of which only counts whether they guide
-_ENCODES = re.compile(r"encode_prompt(_\w+)?")
 _PLACES = ("device", "dtype")  # which decide where and how a stage runs, and are the same in both
 
 
@@ -41,12 +40,12 @@ class Recording:
 
     def listen(self, pipe: Any) -> None:
         """Keep what the pipeline's methods answer from now on. What is known already is not run again."""
-        for name in _methods(pipe):
+        for name in encoding_methods(type(pipe)):
             setattr(pipe, name, self._answering(name, pipe, run=True))
 
     def replay(self, pipe: Any) -> None:
         """Answer in place of the pipeline's methods. RuntimeError for what is not known."""
-        for name in _methods(pipe):
+        for name in encoding_methods(type(pipe)):
             setattr(pipe, name, self._answering(name, pipe, run=False))
 
     def _answering(self, name: str, pipe: Any, run: bool) -> Callable[..., Any]:
@@ -94,10 +93,6 @@ class Recording:
         leaves = [moved[f"answer_{number}"] for number in range(len(moved))]
         made.answers = {key: _together(answer, leaves) for key, answer in record["answers"].items()}
         return made, record["texts"]
-
-
-def _methods(pipe: Any) -> list[str]:
-    return [name for name in dir(type(pipe)) if _ENCODES.fullmatch(name)]
 
 
 def _digest(value: Any) -> Any:

@@ -12,22 +12,35 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from ..files.components import Component
 from ..sampling.picture_sizes import PictureSizes, most_tokens, multiple_of
 
+if TYPE_CHECKING:
+    import torch
+
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
 _PICTURES = (
     "image", "images", "control_image", "mask_image", "control_mask", "video", "mask_video", "control_video",
-    "pose_video",
+    "pose_video", "conditioning_frames",
 )  # fmt: skip
 _FROM_PICTURES = re.compile(
     "Img2Img|ImageToImage|Inpaint|Edit|Upscale|Control|ImageToVideo|VideoToVideo|VideoToWorld|Adapter|Pix2Pix|Redux"
     "|Fill|Layered|Refiner"
 )
+_ENCODES = re.compile(r"encode_prompt(_\w+)?")
+_FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
 _FIXED = "video_length"  # what Latte's transformer calls the only number of frames that it takes beside 1
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+
+_AS_ENCODED = "prompts are encoded as they are given"
+# Arguments of calls that change what was asked for, which are False here.
+_CHANGES = {
+    "use_resolution_binning": "sizes are drawn as they are asked for",
+    **dict.fromkeys(("use_pe", "enable_prompt_rewrite", "prompt_upsampling", "expand_prompts"), _AS_ENCODED),
+}
 
 
 def own_words(index: Mapping[str, Any], key: str) -> str:
@@ -48,11 +61,16 @@ def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(value.id for value in values)  # type: ignore[attr-defined]
 
 
+def encoding_methods(cls: Any) -> list[str]:
+    """Return the names of the methods that encode prompts; InstructPix2Pix has a private one alone."""
+    found = [name for name in dir(cls) if _ENCODES.fullmatch(name)]
+    return found or [name for name in ("_encode_prompt",) if hasattr(cls, name)]
+
+
 def encoding_of(cls: Any) -> Callable[..., Any] | None:
     """Return the method that encodes prompts. None if there is none, or several and no `encode_prompt`."""
-    found = [name for name in dir(cls) if name.startswith("encode_prompt")]
-    name = "encode_prompt" if "encode_prompt" in found or len(found) != 1 else found[0]
-    return getattr(cls, name, None)
+    found = encoding_methods(cls)
+    return getattr(cls, found[0] if len(found) == 1 else "encode_prompt", None)
 
 
 def embeddings_of(cls: Any) -> tuple[str, ...]:
@@ -105,6 +123,28 @@ def needed_inputs(cls: type) -> list[str]:
     if "image" in pictures and "video" in pictures:
         pictures.remove("video")  # which is taken in place of the picture
     return words or (pictures if _FROM_PICTURES.search(cls.__name__) else [])
+
+
+def as_given(
+    call: Mapping[str, inspect.Parameter], options: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, bool]:
+    """Return the arguments that keep a call from changing prompts and sizes. ValueError where one is asked to."""
+    for name, reason in _CHANGES.items():
+        if name in call and options.get(name):
+            raise ValueError(f"{name} is True; {reason}. Leave it out.")
+    return dict.fromkeys(call.keys() & _CHANGES.keys(), False)
+
+
+def rewriting_note(title: str, call: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Say that a call rewrites prompts by default, and that it does not here."""
+    names = [n for n, reason in _CHANGES.items() if n in call and call[n].default is True and reason == _AS_ENCODED]
+    return [f"In diffusers {title} rewrites its prompt first ({name}); here {_AS_ENCODED}." for name in names]
+
+
+def takes_noise(cls: type) -> bool:
+    """Return whether a pipeline has a `prepare_latents` that is given noise: ERNIE-Image's call draws its own."""
+    prepare = getattr(cls, "prepare_latents", None)
+    return prepare is not None and "latents" in inspect.signature(prepare).parameters
 
 
 @functools.cache
@@ -176,6 +216,21 @@ def fewest_frames(pipe: Any) -> int:
     if fixed := config.get(_FIXED):
         return int(fixed)
     return 1 + step if _first_alone(pipe) else 2 * step
+
+
+def check_sections(pipe: Any, title: str, latents: torch.Tensor, frames: int | None) -> None:
+    """Raise ValueError where the latents of a video are fewer than its frames: Helios decodes as it samples."""
+    step = _attribute(pipe, _TEMPORAL, 1)
+    if frames and latents.ndim == 5 and latents.shape[2] * step < frames:
+        raise ValueError(
+            f"frames is {frames}; {title} draws so many in sections, and decodes each while it samples. Stages decode "
+            f"once: give at most {(latents.shape[2] - 1) * step + 1}, which are one section."
+        )
+
+
+def frame_rate_of(name: str) -> int:
+    """Return the frames a second of a pipeline class, by its name."""
+    return next((rate for start, rate in _FRAME_RATES.items() if name.startswith(start)), 24)
 
 
 def _first_alone(pipe: Any) -> bool:

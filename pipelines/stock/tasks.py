@@ -15,7 +15,9 @@ from ..encoding.pictures import Frames, Pictures
 from ..files.trust import named_class
 from .signatures import encoding_of, needed_inputs
 
-VIDEOS = frozenset({"video", "mask_video", "control_video"})  # which calls take as a list of frames
+VIDEOS = frozenset(
+    {"video", "mask_video", "control_video", "conditioning_frames"}
+)  # which calls take as a list of frames
 # Pictures that calls take.
 INPUTS = VIDEOS | {
     "image", "images", "mask_image", "mask", "last_image", "image_reference", "reference_images",
@@ -25,11 +27,11 @@ EDITED = ("image", "images")  # what calls name the pictures that they edit
 _KINDS = ("", "Img2Img", "Inpaint", "Inpainting", "ImageToVideo", "VideoToVideo")
 _KIND = re.compile("(?:Img2Img|Inpaint(?:ing)?|ImageToVideo|VideoToVideo)?Pipeline$")
 _MASKS = ("mask_image", "control_mask", "mask_video", "mask")  # what calls name it, the first that is there
-_CONTROLS = ("control_image", "control_video")
+_CONTROLS = ("control_image", "control_video", "conditioning_frames")
 # What inputs are called here.
 WORDS = {
     "mask_image": "mask", "mask_video": "mask", "control_image": "control", "control_video": "control",
-    "control_mask": "mask",
+    "control_mask": "mask", "conditioning_frames": "control",
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from ...decoding.policy import WayName
 from ...encoding.conditioning import Conditioning, is_embeddings
 from ...encoding.pictures import Frames, Pictures, as_handed, as_stock, handed
-from ...encoding.prompts import COUNTS, TOLD, Prompt, Text, as_list, no_effect
+from ...encoding.prompts import COUNTS, TOLD, Text, as_list, as_plain, no_effect
 from ...equivalence import check
 from ...equivalence.verdicts import Verdict
 from ...files.components import read_model_index
@@ -57,19 +57,24 @@ from ...stock.postprocess import OF_ONE, TAILS
 from ...stock.recording import Recorded, Recording
 from ...stock.signatures import (
     Scales,
+    as_given,
     asks_for_padding,
     check_frames,
+    check_sections,
     embeddings_of,
     encode_defaults,
     encoding_of,
     fewest_frames,
+    frame_rate_of,
     guides,
     needed_inputs,
     negative_arguments,
     passes,
     picture_sizes,
     returned_names,
+    rewriting_note,
     scales_of,
+    takes_noise,
     text_options,
 )
 from ...stock.sound import SoundDecoder
@@ -103,7 +108,6 @@ from ..model import Embeddings, Model, OnStep, See
 from .folder_parts import CONTROLNET, HOST, SEEING, Components, Source
 
 FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
-_FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
 _STEPS = 28  # where a pipeline has no number of its own
 _GUIDES = 3.0  # a scale of guidance that guides
 _OWN = INPUTS - {"images", "image_reference", "reference_images"}
@@ -112,7 +116,6 @@ _SIDE = 64  # pixels of a picture that is not read
 _AREA = "max_area"
 _AT_ONCE = "decode_chunk_size"  # how many frames a VAE of pictures decodes at once
 _AT_STEP = "callback_on_step_end"  # is told the latents of the loop
-_BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens the picture
 
 # Arguments that the stages set themselves.
 _OURS = {
@@ -256,8 +259,9 @@ class DiffusersModel:
         )
         parts |= {name: value for name, value in self.parts.config.items() if name in self._init}
         parts |= modules
-        for name in tools:
-            later = not reads and name.startswith("tokenizer")
+        processors = (name for name in self.parts.without_weights("") if "processor" in name)  # asked by constructors
+        for name in {*tools, *processors} & self._init.keys():
+            later = name not in tools or (not reads and name.startswith("tokenizer"))
             parts[name] = LateTool(functools.partial(self.parts.tool, name)) if later else self.parts.tool(name)
         ask = ask or functools.partial(functools.partial, telling.answer)
         heard: StandInSound | None = None
@@ -289,7 +293,7 @@ class DiffusersModel:
         }
         if not self.replays:
             namespace["encode_prompt"] = keeping_embeddings(stock.encode_prompt)
-        if "latents" in inspect.signature(getattr(stock, "prepare_latents", str)).parameters:
+        if takes_noise(stock):
             namespace["prepare_latents"] = checking_noise(stock.prepare_latents, telling)
         if entering is not None:
             namespace["prepare_latents"] = entering.in_place_of_noise(stock.prepare_latents)
@@ -316,7 +320,8 @@ class DiffusersModel:
     @property
     def control_modes(self) -> list[int | None]:
         """How many kinds of pictures each picture's ControlNet tells by a number, None for one that follows one."""
-        known = [self.components[name].config.get("num_mode") for name in self.parts.controlnets]
+        configs = (self.components[name].config for name in self.parts.controlnets)
+        known = [config.get("num_mode") or config.get("num_control_type") for config in configs]
         return known if len(known) == self.controls else known * self.controls
 
     @property
@@ -367,11 +372,11 @@ class DiffusersModel:
             raise ValueError(
                 f"{self.title} reads no pictures with its prompt. Leave images out, or give one to sample."
             )
-        if not pictures and reads_pictures(cls):
+        if not pictures and reads_pictures(cls) and needed_inputs(cls):
             raise ValueError(f"{self.title} reads a picture with its prompt. Give images.")
         if self.replays:
             return {"images": tuple(pictures)} if pictures else {}
-        return {"handed": self.handed(pictures)} if reads_pictures(cls) else {}
+        return {"handed": self.handed(pictures)} if pictures else {}
 
     def encoding_facts(self, text: Text) -> dict[str, Any]:
         """Return everything that decides the embeddings, as plain data."""
@@ -518,7 +523,7 @@ class DiffusersModel:
             return tuple(torch.zeros(1, 1, 1) for _ in names) if len(names) > 1 else torch.zeros(1, 1, 1)
 
         pipe.encode_prompt = encode_prompt
-        given: dict[str, Any] = {"prompt": "", **as_stock({"image": tuple(pictures)})}
+        given: dict[str, Any] = {"prompt": "", **as_given(self.call), **as_stock({"image": tuple(pictures)})}
         if "negative_prompt" in self.call:
             given["negative_prompt"] = ""
         if (scale := self.scales.cfg) in self.call:
@@ -534,9 +539,9 @@ class DiffusersModel:
         """Record what the encoders make of a prompt in the stock call, with guidance and without, before it samples."""
         prompt, negative_prompt, options = text.prompt, text.negative_prompt, text.options
         recording = Recording()
-        texts = {"prompt": _plain(prompt), **{k: v for k, v in options.items() if k != "images"}}
+        texts = {"prompt": as_plain(prompt), **{k: v for k, v in options.items() if k != "images"}}
         if "negative_prompt" in self.call and negative_prompt is not None:
-            texts["negative_prompt"] = _plain(negative_prompt)
+            texts["negative_prompt"] = as_plain(negative_prompt)
         missing = {name: (torch.full((_SIDE, _SIDE, 3), 0.5),) for name in needed_inputs(self.pipeline_class)}
         edited = next((name for name in EDITED if name in missing), EDITED[0])
         pictures = {edited: options["images"]} if "images" in options else {}
@@ -551,7 +556,8 @@ class DiffusersModel:
 
             pipe = self.stock_pipeline(device, modules, *self.parts.without_weights(""), ask=ask)
             recording.listen(pipe)
-            given = texts | as_stock(missing | pictures) | ({} if guidance is None else {str(scale): guidance})
+            scaled = {} if guidance is None else {str(scale): guidance}
+            given = texts | as_given(self.call) | as_stock(missing | pictures) | scaled
             try:
                 pipe(**given, output_type="pt")
             except LoopReachedError:
@@ -650,17 +656,14 @@ class DiffusersModel:
             cache = cache_of(self.title, {unit.name: unit for unit in self.denoisers}, flow, options)
         chosen = chosen | ours
         options = {k: v for k, v in options.items() if k not in chosen and (v is not None or k in known)}
-        if options.get(_BINNING):
-            raise ValueError(f"{_BINNING} is True; sizes are drawn as they are asked for. Leave it out.")
-        arguments: dict[str, Any] = {"num_inference_steps": steps, **options, **inputs.pictures}
+        plain = as_given(self.call, options)
+        arguments: dict[str, Any] = {"num_inference_steps": steps, **options, **plain, **inputs.pictures}
         if choice is not None:
             arguments[SCHEDULER] = choice
         if scales.true_cfg and TRUE_CFG in options:
             arguments[scales.true_cfg] = arguments.pop(TRUE_CFG)
         if inputs.strength is not None:
             arguments["strength"] = inputs.strength
-        if _BINNING in self.call:
-            arguments[_BINNING] = False
         if _AT_ONCE in self.call:
             arguments[_AT_ONCE] = sys.maxsize  # all reach the VAE together, and the decoder's stage divides them
         for key in ("prompt", "negative_prompt"):
@@ -791,9 +794,9 @@ class DiffusersModel:
         return no_effect(scale, guidance is None)
 
     def scale_notes(self, guidance: float | None, true_cfg: float | None) -> list[str]:
-        scales, notes = self.scales, []
+        scales, notes = self.scales, rewriting_note(self.title, self.call)
         if not scales.distilled:
-            return []
+            return notes
         if not self._embeds_guidance and guidance is not None:
             way = " Set true_cfg above 1 instead; each step then runs twice." if scales.true_cfg else ""
             notes.append(f"guidance has no effect: {self.title} embeds none, as Flux-schnell.{way}")
@@ -823,6 +826,9 @@ class DiffusersModel:
             latents = self._call_stock(cond, arguments, on_step, device, modules, answers or Answers())
         if latents is None:
             raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
+        if self.frames:
+            asked = arguments.get(self.frames, self.call[self.frames].default)
+            check_sections(self.stock_pipeline(HOST, {}), self.title, latents, asked)
         if len(latents) % int(cond.info.get("prompts") or 1):
             raise ValueError(f"{self.title} draws one prompt at a time. Encode one.")
         return latents
@@ -846,10 +852,13 @@ class DiffusersModel:
         arguments = as_stock(arguments)
         between: StepRange | None = arguments.pop(STEP_RANGE, None)
         entering: Entering | None = None
-        if arguments["latents"] is not None:
-            arguments["latents"] = arguments["latents"].to(device)
+        noise = arguments.pop("latents")
+        if "latents" in self.call:
+            arguments["latents"] = None if noise is None else noise.to(device)
+        elif noise is not None:
+            raise ValueError(f"{self.title} takes no noise: its call draws its own. Give seed instead.")
         if between is not None and between.start:
-            entering, arguments["latents"] = Entering(arguments["latents"], between.loop), None
+            entering, arguments["latents"] = Entering(noise.to(device), between.loop), None
         pipe = self.stock_pipeline(device, modules, *tools, reads=False, ask=ask, answers=answers, entering=entering)
         if (choice := arguments.pop(SCHEDULER, None)) is not None:
             pipe.scheduler = choice.make(pipe.scheduler)
@@ -930,17 +939,8 @@ class DiffusersModel:
         return latents
 
 
-def frame_rate_of(name: str) -> int:
-    """Return the frames a second of a pipeline class, by its name."""
-    return next((rate for start, rate in _FRAME_RATES.items() if name.startswith(start)), 24)
-
-
 def _follows_image(controlled: Any, pictures: Pictures) -> bool:
     return bool(pictures.image) and control_input(controlled) == "image"
-
-
-def _plain(prompt: Prompt | None) -> str | list[str] | None:
-    return prompt if prompt is None or isinstance(prompt, str) else list(prompt)
 
 
 def _asking_part(ask: Callable[[str], Callable[..., Any]], unit: str, part: str) -> Callable[..., Any]:

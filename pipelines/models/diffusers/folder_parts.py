@@ -19,6 +19,7 @@ from ...files.components import Component, names_class, parse_dtype, pipeline_cl
 from ...files.recognition import title_of
 from ...files.single.controlnets import ControlNetFile, kind_of
 from ...files.single.given import GivenFiles
+from ...stock.obstacles import obstacle
 from ...stock.signatures import encoding_of, needed_inputs, own_words
 from ...stock.tasks import INPUTS, controlnet_class
 from ..claims import Claims
@@ -138,7 +139,8 @@ class Source:
             raise ValueError(f"{name} has no text stage or no VAE, and cannot be staged.")
         needed = needed_inputs(cls)
         if not INPUTS.issuperset(needed):
-            raise ValueError(f"{name} starts from more than text ({', '.join(needed)}), and cannot be staged yet.")
+            why = obstacle(cls) or f"it starts from {', '.join(needed)}"
+            raise ValueError(f"{name} cannot be staged: {why}. Run it with diffusers itself.")
         self._check_complete(cls, components)
         label = files.transformer.stem if files else self.folder.name
         units = [claims.claim(c, label) for c in components.values() if c.is_module]

@@ -36,7 +36,7 @@ from ...stock.answers import Answers
 from ...stock.blocks import run_blocks
 from ...stock.module_call import ModuleCall
 from ...stock.postprocess import OF_ONE, TAILS
-from ...stock.signatures import check_frames, fewest_frames, passes, picture_sizes, spatial_factors
+from ...stock.signatures import check_frames, fewest_frames, frame_rate_of, passes, picture_sizes, spatial_factors
 from ...stock.sound import SoundDecoder
 from ...stock.stand_ins import (
     DecodeCalledError,
@@ -50,7 +50,7 @@ from ...stock.stand_ins import (
 )
 from ...stock.tasks import WORDS
 from ..claims import Claims
-from ..diffusers.diffusers_model import FRAMES, frame_rate_of
+from ..diffusers.diffusers_model import FRAMES
 from ..diffusers.folder_parts import HOST, SEEING, Components
 from ..loop_model import LoopModel
 from ..model import Embeddings, Modules, OnStep, See

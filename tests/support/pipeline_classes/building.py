@@ -66,7 +66,8 @@ def build(tester: Any, folder: Path, borrower: Any = None) -> Built:
                 part.float().eval().requires_grad_(False)
         given = ("cpu",) if "device" in inspect.signature(test.get_dummy_inputs).parameters else ()
         inputs = test.get_dummy_inputs(*given)
-    pipe.save_pretrained(folder, safe_serialization=True)
+    with small(cls):
+        pipe.save_pretrained(folder, safe_serialization=True)
     taken = inspect.signature(cls.__call__).parameters
     inputs = {k: v for k, v in inputs.items() if k in taken and v is not None and k not in (*_UNUSED, *_TEXTS)}
     if count := inputs.get("num_frames"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
+
+from pictured.pipelines import without_videos
 
 _AREAS = ("VAE_IMAGE_SIZE", "CONDITION_IMAGE_SIZE")  # pixels that an edited picture is scaled to
 _LARGEST = 32 * 32
@@ -32,6 +35,8 @@ def small(cls: Any) -> Iterator[None]:
     """Let a pipeline class of diffusers run tiny until the block ends."""
     module: Any = sys.modules[cls.__module__]
     with ExitStack() as exits:
+        if importlib.util.find_spec("torchvision") is None:
+            exits.enter_context(without_videos())
         for name in _AREAS:
             if hasattr(module, name):
                 exits.enter_context(mock.patch.object(module, name, _LARGEST))

@@ -79,8 +79,9 @@ class Stock:
         arguments |= {name: value for name, value in scales.items() if name and value is not None}
         if "max_area" in taken:  # to which a size is scaled
             arguments["max_area"] = arguments["width"] * arguments["height"]
-        if "use_resolution_binning" in taken:  # which draws another size, and resizes the picture
-            arguments["use_resolution_binning"] = False
+        for name in ("use_resolution_binning", "use_pe", "enable_prompt_rewrite"):
+            if name in taken:  # which draws another size, or rewrites the prompt
+                arguments[name] = False
         if "generator" in taken:
             arguments["generator"] = torch.Generator("cpu").manual_seed(0)
         if "output_type" in taken:
@@ -171,7 +172,7 @@ _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
     "true_cfg_scale", "frames", "video_length", "generator", "latents", "output_type", "return_dict", "device",
     "do_classifier_free_guidance", "image", "images", "mask_image", "last_image", "control_image", "strength",
-    "video", "mask_video", "control_video", "control_mask",
+    "video", "mask_video", "control_video", "control_mask", "conditioning_frames",
     "max_area",  # told by width and height
 }  # fmt: skip
 _NAMES = {
@@ -184,6 +185,7 @@ _NAMES = {
     "video": "video",
     "mask_video": "mask",
     "control_video": "control",
+    "conditioning_frames": "control",
 }  # by those of diffusers
 
 
