@@ -70,17 +70,22 @@ def test_no_class_is_wrong_or_unclear() -> None:
     assert not [name for name, entry in table().items() if entry["verdict"] != "equal" and not entry["reason"]]
 
 
-def test_nearly_nine_of_ten_transformer_classes_are_equal() -> None:
-    """Of those that draw from text, and can be built tiny, with ConsisID, whose code needs opencv: 115 of 128."""
+# Refused for what their code does: no tests of diffusers build them tiny.
+_BY_CODE = {"Ideogram4Pipeline", "ZImageControlNetPipeline", "ZImageControlNetInpaintPipeline"}
+
+
+def test_nine_of_ten_transformer_classes_are_equal() -> None:
+    """Of those that draw from text, and can be built tiny, with ConsisID, whose code needs opencv: 115 of 125."""
     words = {
         name: entry["verdict"]
         for name, entry in table().items()
+        if name not in _BY_CODE
         if name not in public_classes()  # for want of its package
         or any(part.startswith("transformer") for part in inspect.signature(public_classes()[name].__init__).parameters)
     }
     equal, refused = (list(words.values()).count(word) for word in ("equal", "refused"))
     assert words["ConsisIDPipeline"] == "refused"
-    assert equal >= 0.89 * (equal + refused), f"{equal} of {equal + refused}"
+    assert equal >= 0.92 * (equal + refused), f"{equal} of {equal + refused}"
 
 
 def test_every_class_with_a_text_is_in_the_table() -> None:

@@ -129,8 +129,8 @@ def found(base: Path, cls: str, path: Path) -> Any:
     return read_components(base, index, None, None, GivenFiles(transformer, vae=path).components(index))["vae"]
 
 
-@pytest.mark.parametrize("prefix", ["", pytest.param("vae.", marks=pytest.mark.long)])
-@pytest.mark.parametrize(("cls", "config", "original", "beside"), CASES, ids=lambda each: str(each)[:26])
+@pytest.mark.parametrize("prefix", ["", pytest.param("vae.", marks=pytest.mark.long)], ids=["plain", "prefixed"])
+@pytest.mark.parametrize(("cls", "config", "original", "beside"), CASES, ids=[case[0] for case in CASES])
 def test_the_original_file_gives_the_weights_of_the_folder(
     cls: str, config: dict[str, Any], original: Callable[[State], State], beside: State, prefix: str, tmp_path: Path
 ) -> None:
@@ -150,7 +150,7 @@ def test_the_original_file_gives_the_weights_of_the_folder(
         assert all(torch.equal(value, state[name]) for name, value in got.items())
 
 
-@pytest.mark.parametrize(("cls", "config", "original", "beside"), CASES, ids=lambda each: str(each)[:26])
+@pytest.mark.parametrize(("cls", "config", "original", "beside"), CASES, ids=[case[0] for case in CASES])
 def test_published_widths(cls: str, config: dict[str, Any], original: Callable[[State], State], beside: State) -> None:
     """Every name and shape, on `meta`."""
     with torch.device("meta"):
