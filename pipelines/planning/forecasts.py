@@ -39,6 +39,10 @@ def code_digest(pack: Path) -> str:
     return digest.hexdigest()
 
 
+class RefusedError(ValueError):
+    """What is asked for cannot be run: a dry run and the run itself end so, and nobody waits for the run."""
+
+
 @dataclass(frozen=True)
 class Forecaster:
     """Forecasts the stages of one pipeline, called `name` in the log.
@@ -88,12 +92,17 @@ class Forecaster:
                 unit.learn(found[stage].units[unit.name].call_order)
 
     def attempt(self, key: str | None, stage: str, dry: Callable[[], tuple[Forecast, Any]]) -> Forecast | None:
-        """Return the forecast of a stage by the dry run `dry`. None if it fails, or failed before for the same key."""
+        """Return the forecast of a stage by the dry run `dry`. None if it fails, or failed before for the same key.
+
+        RefusedError comes out.
+        """
         if key in _no_dry_run:
             return None
         try:
             with quietly():
                 return dry()[0]
+        except RefusedError:
+            raise
         except Exception as error:
             log.info("Ballast: %s of %s has no dry run, and is measured as it runs (%s)", stage, self.name, error)
             if key:

@@ -33,7 +33,7 @@ from ..lora.use import branches
 from ..sampling.batches import halvings
 from . import forecast_cache
 from .encoding_forecasts import Encoding
-from .forecasts import names_of, quietly
+from .forecasts import RefusedError, names_of, quietly
 from .once_plans import PRECOMPUTE, best_of, first_strategy
 from .sampling_forecasts import Sampling
 
@@ -436,6 +436,8 @@ def _forecast_run(run: Run) -> tuple[dict[str, Forecast], list[Sight]]:
         try:
             with quietly():
                 forecasts, sights = _dry_run(run)
+        except RefusedError:
+            raise
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..files.components import Component
+from ..planning.forecasts import RefusedError
 from ..sampling.picture_sizes import PictureSizes, most_tokens, multiple_of
 
 if TYPE_CHECKING:
@@ -219,10 +220,10 @@ def fewest_frames(pipe: Any) -> int:
 
 
 def check_sections(pipe: Any, title: str, latents: torch.Tensor, frames: int | None) -> None:
-    """Raise ValueError where the latents of a video are fewer than its frames: Helios decodes as it samples."""
+    """Raise RefusedError where the latents of a video are fewer than its frames: Helios decodes as it samples."""
     step = _attribute(pipe, _TEMPORAL, 1)
     if frames and latents.ndim == 5 and latents.shape[2] * step < frames:
-        raise ValueError(
+        raise RefusedError(
             f"frames is {frames}; {title} draws so many in sections, and decodes each while it samples. Stages decode "
             f"once: give at most {(latents.shape[2] - 1) * step + 1}, which are one section."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -26,12 +27,12 @@ PROMPT, NEGATIVE = "a red boat", "blurry"
 @pytest.fixture
 def made_up(
     monkeypatch: pytest.MonkeyPatch, tiny_folders: Callable[[str], Path], tmp_path: Path
-) -> Callable[[str], Path]:
+) -> Callable[..., Path]:
     """Return a folder whose index names a made-up class, as if diffusers had it."""
 
-    def folder(name: str) -> Path:
+    def folder(name: str, parts: str = "pixart_sigma") -> Path:
         monkeypatch.setattr(diffusers, name, getattr(made_up_classes, name), raising=False)
-        made = shutil.copytree(tiny_folders("pixart_sigma"), tmp_path / name)
+        made = shutil.copytree(tiny_folders(parts), tmp_path / name)
         index = json.loads((made / "model_index.json").read_text("utf-8"))
         (made / "model_index.json").write_text(json.dumps(index | {"_class_name": name}), "utf-8")
         return made
@@ -71,6 +72,16 @@ def test_a_new_class_that_edits_opens(made_up: Callable[[str], Path], sim: Modul
     assert sim.stats().allocated_bytes == 0
     with pytest.raises(ValueError, match="takes no noise: its call draws its own"):
         pipe.sample(cond, image=shown, noise=torch.zeros(1, 4, 4, 6))
+
+
+def test_a_second_section_is_refused_before_the_first_is_drawn(made_up: Callable[..., Path], sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(made_up("MadeUpSectionsPipeline", "wan"), device="sim")
+    cond, size, seen = pipe.encode(PROMPT, NEGATIVE), {"width": 48, "height": 32, "steps": 2}, []
+    assert pipe.sample(cond, **size, frames=5).shape[2] == 2
+    for run in (pipe.plan, functools.partial(pipe.sample, on_step=lambda *step: seen.append(step))):
+        with pytest.raises(ValueError, match="^frames is 13; .* draws so many in sections.* give at most 5"):
+            run(cond=cond, **size, frames=13)
+    assert not seen and sim.stats().allocated_bytes == 0
 
 
 @pytest.mark.long

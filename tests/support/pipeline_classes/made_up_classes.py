@@ -108,3 +108,30 @@ class MadeUpEditPipeline(_Painting):
             latents = self.scheduler.step(self.predict(latents, words, time), time, latents, return_dict=False)[0]
         made = self.show(latents, output_type)
         return diffusers.ImagePipelineOutput(images=made) if return_dict else (made,)
+
+
+class MadeUpSectionsPipeline(diffusers.WanPipeline):
+    """Draws and decodes a video in sections of five frames, as Helios does."""
+
+    def __call__(
+        self,
+        prompt: Any = None,
+        negative_prompt: Any = None,
+        height: int = 32,
+        width: int = 48,
+        num_frames: int = 5,
+        num_inference_steps: int = 3,
+        guidance_scale: float = 5.0,
+        generator: Any = None,
+        latents: Any = None,
+        prompt_embeds: Any = None,
+        negative_prompt_embeds: Any = None,
+        output_type: str = "np",
+        return_dict: bool = True,
+        callback_on_step_end: Any = None,
+        callback_on_step_end_tensor_inputs: Any = ("latents",),
+    ) -> Any:
+        given = {name: value for name, value in locals().items() if name not in ("self", "num_frames", "__class__")}
+        return [super(MadeUpSectionsPipeline, self).__call__(**given, num_frames=5) for _ in range(0, num_frames, 5)][
+            -1
+        ]
