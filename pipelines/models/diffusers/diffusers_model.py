@@ -376,7 +376,7 @@ class DiffusersModel:
             raise ValueError(f"{self.title} reads a picture with its prompt. Give images.")
         if self.replays:
             return {"images": tuple(pictures)} if pictures else {}
-        return {"handed": self.handed(pictures)} if pictures else {}
+        return {"handed": self.handed(pictures)} if pictures and reads_pictures(cls) else {}
 
     def encoding_facts(self, text: Text) -> dict[str, Any]:
         """Return everything that decides the embeddings, as plain data."""
