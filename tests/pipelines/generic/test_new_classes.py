@@ -84,7 +84,7 @@ def test_a_second_section_is_refused_before_the_first_is_drawn(made_up: Callable
     assert not seen and sim.stats().allocated_bytes == 0
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("name", own_testers())
 def test_popular_classes_are_as_the_table_says(name: str, sim: ModuleType, tmp_path: Path) -> None:
     testers = own_testers()

@@ -196,12 +196,10 @@ def run_of(task: Task) -> dict[str, Any]:
 # One of each kind, and all with BALLAST_SOAK=1.
 NAMES = [
     "flux",
-    "sd3",
     "flux inpaint",
     "fill",
     "control",
     "controlnet",
-    "controlnet inpaint",
     "klein, two references",
     "ltx",
     "wan video",

@@ -65,7 +65,7 @@ SOME = ("flux", "hidream", "qwenimage")
 
 
 @pytest.mark.usefixtures("sampling_alone")
-@pytest.mark.parametrize("name", [n for n in tiny.FAMILIES if n in SOME or os.environ.get("BALLAST_SOAK")])
+@pytest.mark.parametrize("name", [n for n in tiny.FAMILIES if n in SOME[:2] or os.environ.get("BALLAST_SOAK")])
 def test_predicted_peak_is_what_is_measured(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     """3 shapes, 3 to 5 budgets: never below, at most 5 % above; within the budget; bitwise the same.
 
