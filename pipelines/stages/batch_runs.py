@@ -11,7 +11,7 @@ import torch
 from ...memory.errors import release_frames
 from ..encoding.conditioning import Conditioning
 from ..encoding.pictures import as_pictures
-from ..encoding.prompts import Negative, Text
+from ..encoding.prompts import Negative, Text, check_text
 from ..stock.sound import Sound
 from .encode import check_text_options, text_of
 from .prompt_batches import PromptBatch
@@ -123,6 +123,7 @@ class BatchRuns:
         return left if len(done) == len(texts) else left[: left.index(list(texts)[len(done)])]
 
     def _text_of(self, item: Item) -> tuple[Text, tuple[torch.Tensor, ...]]:
+        check_text(item.prompt, item.negative_prompt)
         options = item.encoding()
         pictures = as_pictures(options.pop("images", None), "images")
         model = self.pipe.model

@@ -53,9 +53,9 @@ def text_of(model: Model, prompt: Prompt, negative_prompt: Negative, options: Ma
         weighted.extend(read)
         return read[0].text if isinstance(given, str) else [each.text for each in read]
 
-    texts = [given for name, given in own.items() if _PROMPT.fullmatch(name)]
+    texts = [given for name, given in own.items() if _PROMPT.fullmatch(name) and isinstance(given, str | list | tuple)]
     written = [*as_list(prompt), *as_list(negative_prompt), *(each for given in texts for each in as_list(given))]
-    if told and any("(" in text or "\\)" in text for text in written) and has_weights(model):
+    if told and any("(" in text or "\\)" in text for text in written if isinstance(text, str)) and has_weights(model):
         prompt, negative_prompt = plain(prompt), negative_prompt if negative_prompt is None else plain(negative_prompt)
         own = {name: plain(given) if given and _PROMPT.fullmatch(name) else given for name, given in own.items()}
     negative_prompt = model.default_negative if negative_prompt is None else negative_prompt
