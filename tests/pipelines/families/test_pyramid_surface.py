@@ -54,7 +54,7 @@ def test_graph_makes_a_video_and_goes_on_from_a_picture(folder: Path, sim: Modul
     with page() as shown:
         latent = run_node(Sampler, **run, **RUN).result[0]
     assert shown.progress[-1][:2] == (7, 7)
-    video, film = run_node(VaeDecode, pipeline=reference, latent=latent).result
+    video, film, _ = run_node(VaeDecode, pipeline=reference, latent=latent).result
     assert video.shape == (9, 64, 128, 3)
     assert film.get_components().frame_rate == 24 and torch.equal(film.get_components().images, video)
     start = run_node(VaeEncode, pipeline=reference, image=video[:1]).result[0]
