@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from typing import Any
 
-from .signatures import encoding_of
+from .signatures import encoding_of, tree_of
 
 _SIZES = ("height", "width", "grid_h", "grid_w")
 
 
 def obstacle(cls: Any) -> str:
     """Return what of a class that was refused stands against stages; empty where its code has none of these."""
-    call, whole = _tree(cls.__call__), _tree(cls)
+    call, whole = tree_of(cls.__call__), tree_of(cls)
     if any(_calls(loop, "step") and _calls(loop, "decode", "decode_latents") for loop in _loops(call)):
         return "it draws a video in sections and decodes each while it samples, and stages decode once, at the end"
-    if _calls(_tree(cls.__init__), "from_transformer"):
+    if _calls(tree_of(cls.__init__), "from_transformer"):
         return "its ControlNet calls parts of its transformer, and the weights of one model move alone"
     if writing := _calls(whole, "generate"):
         name = getattr(getattr(writing[0].func, "value", None), "attr", "language model")
@@ -26,10 +25,6 @@ def obstacle(cls: Any) -> str:
     if encode is not None and any(name in inspect.signature(encode).parameters for name in _SIZES):
         return "it encodes its prompt for one size of picture, which is not known when prompts are encoded"
     return ""
-
-
-def _tree(part: Any) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(part)))
 
 
 def _loops(tree: ast.AST) -> list[ast.AST]:

@@ -7,7 +7,6 @@ import functools
 import inspect
 import math
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -50,10 +49,16 @@ def own_words(index: Mapping[str, Any], key: str) -> str:
     return words if isinstance(words, str) and words.isprintable() and len(words) <= 160 else ""
 
 
+def tree_of(part: Any) -> ast.Module:
+    """Parse the code of a class or function. Not by `textwrap.dedent`: texts in it may have lines at column 0."""
+    source = inspect.getsource(part)
+    return ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+
+
 @functools.cache
 def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of a function's results, read from its last `return a, b, c`."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    tree = tree_of(function)
     returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
     last = max(returns, key=lambda value: value.lineno)
     values = last.elts if isinstance(last, ast.Tuple) else [last]
@@ -103,7 +108,7 @@ def negative_arguments(cls: type) -> Mapping[str, str]:
     """
     encode: Any = encoding_of(cls)
     names = [name for name in inspect.signature(encode).parameters if name != "self"]
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls.__call__)))):  # type: ignore[operator]
+    for node in ast.walk(tree_of(cls.__call__)):
         if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != encode.__name__:
             continue
         given = [*zip(names, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
@@ -160,7 +165,7 @@ def text_options(cls: type) -> frozenset[str]:
 
     Some go by a property: `self._clip_skip = clip_skip`, and then `clip_skip=self.clip_skip`.
     """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__call__)))  # type: ignore[operator]
+    tree = tree_of(cls.__call__)
     encode: Any = encoding_of(cls)
     handing = [
         node
@@ -302,7 +307,7 @@ def _scales_in_call(cls: type) -> tuple[str | None, str | None]:
     transformer is not told.
     """
     call = inspect.signature(cls.__call__).parameters  # type: ignore[operator]
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__call__)))  # type: ignore[operator]
+    tree = tree_of(cls.__call__)
     told = any(isinstance(node, ast.keyword) and node.arg == "guidance" for node in ast.walk(tree))
     made = [
         name.id

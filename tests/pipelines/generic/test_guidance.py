@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +24,8 @@ from ballast.nodes.load import LoadPipeline
 from ballast.nodes.sample import Sampler
 from ballast.pipelines.encoding.prompts import TOLD
 from ballast.pipelines.options import UnknownOptionError
-from ballast.pipelines.stock.signatures import scales_of
+from ballast.pipelines.stock.obstacles import obstacle
+from ballast.pipelines.stock.signatures import scales_of, tree_of
 from diffusers import DiffusionPipeline
 from node_runner import run_node
 from PIL import Image
@@ -85,10 +85,19 @@ def pipeline_classes() -> Iterator[Any]:
 
 def tells_its_transformer(cls: Any) -> bool:
     """Whether the call gives a module a `guidance` that is not None, or mentions such an embedding."""
-    code = textwrap.dedent(inspect.getsource(cls.__call__))
-    keywords = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.keyword))
+    code = inspect.getsource(cls.__call__)
+    keywords = (node for node in ast.walk(tree_of(cls.__call__)) if isinstance(node, ast.keyword))
     given = any(word.arg == "guidance" and not isinstance(word.value, ast.Constant) for word in keywords)
     return given or "guidance_embeds" in code or "distilled_guidance_scale" in code
+
+
+@pytest.mark.long
+def test_the_code_of_every_class_can_be_read() -> None:
+    """That of Qwen-Image-Layered has texts over several lines that begin at column 0."""
+    found = {cls.__name__: obstacle(cls) for cls in pipeline_classes()}
+    assert found["QwenImageLayeredPipeline"].startswith("its text_encoder writes tokens")
+    assert found["HeliosPipeline"].startswith("it draws a video in sections")
+    assert len(found) > 200
 
 
 def test_every_class_with_a_scale_of_its_own_is_known() -> None:
