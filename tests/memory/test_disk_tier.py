@@ -532,6 +532,7 @@ def test_grow_and_shrink_in_mid_forward(
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long
 def test_others_grow_and_shrink_it_all_the_time(sim: ModuleType, tmp_path: Path) -> None:
     sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.1)
     for turn in range(8):

@@ -20,6 +20,7 @@ from ballast.memory import manager
 from ballast.memory.host.patcher import HostPatcher
 from ballast.memory.weights.structure import block_lists
 from fault_points import DEMO, KINDS, STAGES, FaultError, InterruptProcessingException, Run
+from selection import few
 
 Folders = Callable[[str], Path]
 SOAK = bool(os.environ.get("BALLAST_SOAK"))
@@ -73,6 +74,7 @@ def test_out_of_memory_at_every_allocation_of_a_whole_run(keep: bool, tiny_folde
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long
 def test_out_of_memory_at_any_allocation_of_streamed_encoders_and_transformers(
     tiny_folders: Folders, sim: ModuleType
 ) -> None:
@@ -211,7 +213,7 @@ def _put_back(own: dict[str, Any], forward: Any) -> None:
         own["forward"] = forward
 
 
-@pytest.mark.parametrize("way", ["auto", "kept", "streamed", "from disk"])
+@pytest.mark.parametrize("way", few(["auto", "kept", "streamed", "from disk"], "kept", "from disk"))
 @pytest.mark.parametrize(
     ("name", "how"),
     [(FAST, "detach"), (FAST, "partially_unload"), pytest.param("demo", "detach", marks=pytest.mark.long)],

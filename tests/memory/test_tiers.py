@@ -59,7 +59,7 @@ def pages() -> int:
     return sum(each.nbytes for each in hostbuffer._pages.values())
 
 
-@pytest.mark.parametrize("vram_share", [0, 0.3, pytest.param(0.7, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("vram_share", few([0, 0.3, 0.7, 1], 0, 0.3))
 @pytest.mark.parametrize("ram_share", few([0, 0.25, 0.5, 0.75, 0.999], 0.25, 0.999))
 def test_any_mix_of_tiers_gives_the_same_and_is_as_planned(
     vram_share: float, ram_share: float, bench: Bench, sim: ModuleType
@@ -108,6 +108,7 @@ def test_what_stays_on_the_device_needs_no_copy_in_ram(bench: Bench, sim: Module
     assert 0 < len(dit.held) < len(sizes_of(dit).groups)
 
 
+@pytest.mark.long
 def test_less_of_either_budget_is_never_planned_faster(bench: Bench, sim: ModuleType) -> None:
     sim.enable(total="1GB", h2d_gbps=5.0, tflops=0.1, disk_gbps=0.3)
     shares = [0, 0.2, 0.4, 0.6, 0.8, 1]
@@ -117,7 +118,7 @@ def test_less_of_either_budget_is_never_planned_faster(bench: Bench, sim: Module
     assert rows[0][0] > 1.05 * rows[0][-1] > 1.02 * rows[-1][-1]
 
 
-@pytest.mark.parametrize("disk_gbps", [0.02, 0.2])
+@pytest.mark.parametrize("disk_gbps", few([0.02, 0.2], 0.2))
 @pytest.mark.parametrize("ram_share", few([0, 0.3, 0.6, 0.9], 0, 0.6))
 def test_planned_seconds_are_those_of_the_virtual_clock(
     ram_share: float, disk_gbps: float, bench: Bench, sim: ModuleType, monkeypatch: pytest.MonkeyPatch

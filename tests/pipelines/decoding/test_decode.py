@@ -90,6 +90,7 @@ def test_way_is_chosen_beforehand(share: float, pipe: Any, sim: ModuleType, monk
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long
 def test_peak_does_not_grow_with_the_picture(pipe: Any, sim: ModuleType) -> None:
     pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, latents(), 0.5))
     peaks = []

@@ -60,7 +60,7 @@ def test_a_step_copies_what_is_planned(tiny_folders: Folders, sim: ModuleType) -
 # The same result as stock
 
 
-@pytest.mark.parametrize("guidance", [5.0, 0.0], ids=["guided", "unguided"])
+@pytest.mark.parametrize("guidance", few([5.0, 0.0], 5.0), ids=["guided", "unguided"])
 @pytest.mark.parametrize("size", few([(48, 32), (64, 64)], (48, 32)), ids=["48x32", "64x64"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_stock(
@@ -450,6 +450,7 @@ def test_encoders_peak_at_the_largest_one(tmp_path: Path, sim: ModuleType) -> No
     assert ours < 0.85 * sum(sizes.values())
 
 
+@pytest.mark.long
 def test_encoders_stream_below_their_size(tmp_path: Path, sim: ModuleType) -> None:
     """The same proportions on a card of what 4 GB are to them: the same embeddings, bit for bit."""
     folder, llama = in_proportion(tmp_path)
@@ -516,6 +517,7 @@ def even_routing(module: Any, x: torch.Tensor, indices: torch.Tensor, weights: t
     return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copying", [1.0, *(pytest.param(times, marks=pytest.mark.soak) for times in (0.5, 2.0))])
 def test_routing_waits_for_the_device_and_the_copies_go_on(copying: float, sim: ModuleType) -> None:
     """Every block asks the device how many tokens each expert has. The next piece's copy is under way by then."""

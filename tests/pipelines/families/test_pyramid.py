@@ -112,6 +112,7 @@ def test_placements_agree_bit_for_bit(kind: str, folders: dict[str, Path], sim: 
         assert torch.equal(pipe.sample(cond, **RUN, strategy=strategy), expected), strategy
 
 
+@pytest.mark.long
 def test_videos_of_a_batch_are_those_made_alone(folders: dict[str, Path], sim: ModuleType) -> None:
     pipe = ballast.open_pipeline(folders["flux"], device="sim")
     prompts = ["a red boat", "a much longer prompt about a green boat"]
@@ -157,7 +158,9 @@ def test_plan(folders: dict[str, Path]) -> None:
     assert plan.fits and [stage.name for stage in plan.stages] == ["encode", "sample", "decode"]
 
 
-@pytest.mark.parametrize("budget", [pytest.param("auto", marks=pytest.mark.long), "less"])
+@pytest.mark.parametrize(
+    "budget", [pytest.param("auto", marks=pytest.mark.soak), pytest.param("less", marks=pytest.mark.long)]
+)
 def test_decoding_keeps_its_budget(budget: str, folders: dict[str, Path], sim: ModuleType) -> None:
     """With less room in stripes, which change nothing."""
     pipe: Any = ballast.open_pipeline(folders["flux"], device="sim")

@@ -225,6 +225,7 @@ def test_staged_equals_stock(name: str, folders: Folders, sim: ModuleType) -> No
         assert len(together) <= 1, f"{event.residents} at once"
 
 
+@pytest.mark.long
 def test_a_prompt_is_recorded_beside_a_picture(folders: Folders, sim: ModuleType) -> None:
     """Of a class whose call takes no embeddings, which Wan's is taken for: the encoder reads no picture there."""
     task = TASKS["wan 2.1"]
@@ -280,6 +281,7 @@ def test_a_negative_prompt_that_a_controlnet_cannot_take_is_refused(folders: Fol
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long
 def test_a_picture_is_one_run_s(folders: Folders, sim: ModuleType) -> None:
     """Pictures change between runs of one pipeline, and one without any is as before; the prompt is encoded once."""
     pipe = ballast.open_pipeline(folders("flux"), device="sim")

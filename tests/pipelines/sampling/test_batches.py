@@ -21,6 +21,7 @@ from ballast.pipelines.equivalence import check as proving
 from ballast.pipelines.equivalence import verdicts as proof
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
 from ballast.pipelines.sampling.batches import batch_of, halvings
+from selection import few
 
 Folders = Callable[[str], Path]
 Stages = tuple[Any, Any, dict[str, Any]]  # a pipeline, its conditioning, further arguments of `sample`
@@ -90,9 +91,7 @@ def test_own_noise_for_each(opened: Callable[[str], Stages], sim: ModuleType) ->
 
 
 @pytest.mark.usefixtures("sampling_alone")
-@pytest.mark.parametrize(
-    "name", ["flux", *(pytest.param(n, marks=pytest.mark.long) for n in ("hidream", "newbie", "wan"))]
-)
+@pytest.mark.parametrize("name", few(["flux", "hidream", "newbie", "wan"], "flux"))
 def test_plan_is_what_is_measured(name: str, opened: Callable[[str], Stages], sim: ModuleType) -> None:
     """Never below, at most 5 % above, at once and in parts; and seconds for each picture."""
     pipe, cond, run = opened(name)
