@@ -14,7 +14,7 @@ from torch import nn
 
 from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE
-from ..simulated.operators import Uncompiled, tensors_in
+from ..simulated.operators import Observer, tensors_in
 from ..simulated.tensor import SimTensor, wrap
 from ..weights.embeddings import LookUp
 from ..weights.structure import ParameterRef, is_called, own_refs, parameter_refs
@@ -74,8 +74,12 @@ class ModuleWatch:
         self._marks.take_most_bytes()
         self._operations, self._held, self._begun = {}, {}, self._card.allocated_bytes()
         self._at, self._since, self._stack = "", done_by(self._card), []
-        with _Readers(self._owner_of, self._read, self._marks):
+        outer = self._card.observers
+        self._card.observers = (_Readers(self._owner_of, self._read, self._marks), *outer)
+        try:
             yield
+        finally:
+            self._card.observers = outer
         self.side_bytes = self._marks.take_most_bytes()
         self._next("")
 
@@ -194,24 +198,20 @@ class _Seen:
     mark: Mark
 
 
-class _Readers(Uncompiled):
-    """A dispatch mode that calls `tell` with the owner of each original weight that an operator meets.
+class _Readers(Observer):
+    """Calls `tell` with the owner of each original weight that an operator meets, and adds to the `marks` of tensors.
 
-    Weights are known by `id`. It adds to the `marks` of tensors.
+    Weights are known by `id`.
     """
 
     def __init__(self, owner_of: dict[int, str], tell: Callable[[str], None], marks: Marks) -> None:
-        super().__init__()
-        self._owner_of, self._tell, self._marks = owner_of, tell, marks
+        self._owner_of, self._tell = owner_of, tell
+        self.after = marks.operator  # type: ignore[method-assign]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        for value in tensors_in((args, kwargs)):
+    def before(self, given: list[torch.Tensor]) -> None:
+        for value in given:
             if id(value) in self._owner_of:
                 self._tell(self._owner_of[id(value)])
-        result = func(*args, **kwargs)
-        self._marks.operator(func, args, kwargs, result)
-        return result
 
 
 def _common(first: str, second: str) -> str:

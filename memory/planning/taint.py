@@ -7,11 +7,14 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..simulated.card import Allocation
 from ..simulated.operators import tensors_in
 from ..simulated.tensor import SimTensor
+
+if TYPE_CHECKING:
+    import torch
 
 _LATENTS = re.compile(r"(?!encoder_)(.*hidden_states|.*residuals?|.*latents|.*controlnet.*|sample|x)$")
 _STEP = re.compile(r"(.*timesteps?|.*sigmas?|t)$")
@@ -69,8 +72,11 @@ class Marks:
 
     def of(self, values: Any) -> Mark:
         """Return the mark of all tensors in a tree together."""
+        return self._of(tensors_in(values))
+
+    def _of(self, tensors: Sequence[torch.Tensor]) -> Mark:
         found = UNMARKED
-        for tensor in tensors_in(values):
+        for tensor in tensors:
             if isinstance(tensor, SimTensor):
                 found |= self._of_storage.get(tensor.allocation, UNMARKED)
             else:
@@ -82,7 +88,7 @@ class Marks:
     def add(self, values: Any, mark: Mark) -> None:
         """Add a mark to all tensors in a tree."""
         for tensor in tensors_in(values):
-            known = self.of(tensor)
+            known = self._of((tensor,))
             if known is OF_LATENTS:
                 continue
             if isinstance(tensor, SimTensor):
@@ -107,10 +113,10 @@ class Marks:
                 others[step] |= {storage: storage.nbytes for storage in storages}
         return sum(others[True].values()), sum(others[False].values())
 
-    def operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Mark the result of an operator, and the arguments that it writes to, with all that it read."""
-        if not (mark := self.of((args, kwargs))).latents:
-            read = {id(t.allocation) for t in tensors_in((args, kwargs)) if isinstance(t, SimTensor)}
+    def operator(self, func: Any, args: tuple, kwargs: dict, given: Sequence[torch.Tensor], result: Any) -> None:
+        """Mark the result of an operator, and the arguments that it writes to, with all that it read: `given`."""
+        if not (mark := self._of(given)).latents:
+            read = {id(t.allocation) for t in given if isinstance(t, SimTensor)}
             for made in tensors_in(result):
                 if isinstance(made, SimTensor) and id(made.allocation) not in read:
                     self._count(made.allocation)

@@ -19,6 +19,7 @@ import torch
 from ..sizes import format_bytes
 from .attention import Fuses
 from .lazy import copies
+from .operators import Observer
 
 KernelKind = Literal["product", "attention", "other"]
 
@@ -129,6 +130,7 @@ class Card:
         self.lock = threading.Lock()
         self.freed: deque[Freed] = deque()
         self.watchers: list[Callable[[Transfer], None]] = []
+        self.observers: tuple[Observer, ...] = ()  # of the operators of a dry run
         self.fuses: Fuses | None = None  # which attention calls have a fused kernel; None for all
         self.unified = False  # device memory is the system's RAM
         self.tells_free = True

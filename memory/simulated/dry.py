@@ -16,7 +16,7 @@ from . import shapes
 from .attention import Fuses
 from .clock import Stream
 from .dispatch import calls_others
-from .operators import Uncompiled
+from .operators import Uncompiled, tensors_in
 from .recall import remembered
 from .tensor import SimTensor, handlers, wrap
 
@@ -29,6 +29,8 @@ _RESHAPES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.transpose_: torch.Tensor.transpose,
     torch.Tensor.t_: torch.Tensor.t,
 }
+
+_SPECIAL = frozenset((torch.tensor, torch.as_tensor, torch.Tensor.__getitem__, *_RESHAPES))
 
 one_at_a_time = threading.RLock()  # held while `state.card` is another card than the process's own
 
@@ -64,7 +66,22 @@ class _Operators(Uncompiled):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        here = any(kind is SimTensor for kind in types)
+        if not (observers := state.card.observers):
+            return self._run(func, types, args, kwargs)
+        given = tensors_in((args, kwargs))
+        for observer in observers:
+            observer.before(given)
+        state.card.observers = ()
+        try:
+            result = self._run(func, types, args, kwargs)
+        finally:
+            state.card.observers = observers
+        for observer in observers:
+            observer.after(func, args, kwargs, given, result)
+        return result
+
+    def _run(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+        here = SimTensor in types
         if not (here or _is_device(kwargs.get("device")) or any(map(_is_device, args))):
             return remembered(func, args, kwargs)  # stand-ins of the code that runs
         handler = handlers[func]
@@ -88,8 +105,11 @@ class _Functions(TorchFunctionMode):
     """A mode for functions that turn numbers into device tensors, or back, without calling an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
+        if func not in _SPECIAL:
+            return func(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor):
+            kwargs = dict(kwargs)
             values = tree_map_only(SimTensor, SimTensor.tolist, args) if func is torch.tensor else args
             device = kwargs.pop("device", None)
             made = func(*values, **kwargs)

@@ -34,7 +34,7 @@ def remembered(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     if not _makes_new(func):
         return func(*args, **kwargs)
     try:
-        named = tuple((name, _key(value)) for name, value in kwargs.items())
+        named = tuple((name, _key(value)) for name, value in kwargs.items()) if kwargs else ()
         key = func, _key(args), named, torch.get_default_dtype()
         recipe = _found.get(key)
     except (_UnfitError, TypeError):

@@ -13,6 +13,7 @@ import torch
 
 from .recall import remembered
 
+_PLAIN = frozenset((int, float, bool, type(None), torch.dtype))  # to ask whether one is a tensor takes long
 KEPT_BYTES = 4 * 2**20  # storages up to this size keep their values
 
 
@@ -75,13 +76,19 @@ def _is_measure(raw: torch.Tensor) -> bool:
 
 
 def _unknown(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
+    kind = type(value)
+    if kind in _PLAIN:
+        return False
+    if kind is list or kind is tuple:
         return any(map(_unknown, value))
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _shape_of(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list or kind is tuple:
         return [_shape_of(item) for item in value]
     if isinstance(value, torch.Tensor) and not value.is_meta and value.dim():
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

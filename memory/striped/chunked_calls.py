@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .arena import Buffer, stand_in
 from .lazy_tensor import LazyTensor, Local, materialized_tensor
 from .materialize import recut
 
 Handler = Callable[..., Any]
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType)
 handlers: dict[str, Handler] = {}  # by the function's name, the same for torch's own and a tensor's method
 
 
@@ -37,13 +40,30 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 def shape_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Return a `meta` tensor with the shape and dtype of a call's result. Raises NotStripedError if it is no tensor."""
-    leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
-    shapes = [stand_in(x.shape, x.dtype) if isinstance(x, LazyTensor | torch.Tensor) else x for x in leaves]
-    stand_args, stand_kwargs = tree_unflatten(shapes, structure)
-    result = function(*stand_args, **stand_kwargs)
+    return _shape_of(function, *tree_flatten((tuple(args), dict(kwargs))))
+
+
+def _shape_of(function: Callable[..., Any], leaves: Sequence[Any], structure: TreeSpec) -> torch.Tensor:
+    kinds = tuple(
+        (torch.Tensor, (tuple(x.shape), x.dtype)) if isinstance(x, LazyTensor | torch.Tensor) else (type(x), x)
+        for x in leaves
+    )
+    try:
+        holds_nothing = type(function) in _FUNCTIONS and not getattr(function, "__closure__", None) and hash(kinds)
+    except TypeError:  # a slice
+        holds_nothing = False
+    made = _made if holds_nothing else _made.__wrapped__
+    result = made(function, structure, kinds, torch.get_default_dtype())
     if not isinstance(result, torch.Tensor):
         raise NotStripedError
     return result
+
+
+@functools.lru_cache(maxsize=2**12)
+def _made(function: Callable[..., Any], structure: TreeSpec, kinds: Sequence[tuple], _: torch.dtype) -> Any:
+    """Return the result of a call on `meta`: of a shape and dtype for each tensor, and a value for any other leaf."""
+    args, kwargs = tree_unflatten([stand_in(*x) if kind is torch.Tensor else x for kind, x in kinds], structure)
+    return function(*args, **kwargs)
 
 
 def local(
@@ -62,7 +82,7 @@ def local(
     """
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     nodes = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
-    arena, likeness = nodes[0].arena, shape_of(function, args, kwargs)
+    arena, likeness = nodes[0].arena, _shape_of(function, leaves, structure)
     if axis is None:
         largest = max(nodes, key=lambda one: one.nbytes)
         behind = largest.axis - len(largest.shape)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..codecs.codec import Codec
 from .hostbuffer import ALIGNMENT_BYTES, can_pack, layout
-from .structure import ParameterRef, block_lists, is_called, own_refs, parameter_refs
+from .structure import ParameterRef, block_lists, is_called, modules_in, own_refs, parameter_refs
 
 # Modules that read their children's weights themselves: these must be in the same group.
 WHOLE_MODULES = ["MultiheadAttention", "VectorQuantizer"]
@@ -224,7 +224,7 @@ def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Modul
         whole = path in calls.whole or type(owner).__name__ in WHOLE_MODULES or (calls.blocks and id(owner) in blocks)
         whole = whole or _holds_most(owner, own)
         if whole and is_called(owner) and not any(f"{each}.".startswith(f"{path}.") for each in around):
-            parts = list(owner.modules())
+            parts = list(modules_in(owner))
             seen.update(map(id, parts))
             yield path, owner, [ref for part in parts for ref in _saved(part)]
             return

@@ -76,8 +76,18 @@ class ParameterRef:
 
 def parameter_refs(module: nn.Module) -> Iterator[ParameterRef]:
     """Yield references to every parameter and buffer of a module; tied ones once for each holder."""
-    for owner in module.modules():
+    for owner in modules_in(module):
         yield from own_refs(owner)
+
+
+def modules_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that `module.modules()` yields, in its order, in a fraction of its time."""
+    seen, ahead = set[nn.Module](), [module]
+    while ahead:
+        if (owner := ahead.pop()) not in seen:
+            seen.add(owner)
+            yield owner
+            ahead += [child for child in reversed(owner._modules.values()) if child is not None]
 
 
 def own_refs(module: nn.Module) -> Iterator[ParameterRef]:

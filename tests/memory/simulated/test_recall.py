@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 from ballast.memory.simulated import recall
+from ballast.memory.simulated.operators import tensors_in
+from ballast.memory.striped.chunked_calls import shape_of
+from ballast.memory.weights.structure import modules_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -131,3 +136,42 @@ def test_operators_are_not_asked_again() -> None:
     assert len(asked) == 1
     recall.remembered(func, (empty(3, 2).t(),), {})
     assert len(asked) == 2
+
+
+def test_tensors_are_found_wherever_torch_finds_them() -> None:
+    one, two, three = empty(1), nn.Parameter(empty(2)), empty(3)
+    values = (
+        one,
+        [two, {"a": (three, None, 1.5, "text")}],
+        torch.Size([2]),
+        torch.return_types.max((one, two)),
+        slice(1),
+    )
+    found = [id(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    assert [id(tensor) for tensor in tensors_in(values)] == found
+    assert len(found) == 5
+
+
+def test_modules_come_in_the_order_of_torch() -> None:
+    shared = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    module = nn.ModuleList([nn.Sequential(shared, nn.Linear(1, 1)), shared, nn.Sequential(nn.ReLU(), shared[0])])
+    module.register_module("none", None)
+    assert list(map(id, modules_in(module))) == list(map(id, module.modules()))
+
+
+def test_the_shape_of_a_call_is_asked_of_torch_once_for_each_kind_and_of_closures_each_time() -> None:
+    asked: list[tuple] = []
+
+    def closure(x: torch.Tensor, factor: float) -> torch.Tensor:
+        asked.append(tuple(x.shape))
+        return x * factor
+
+    for _ in range(2):
+        for shape, dtype in (((2, 3), torch.float32), ((2, 3), torch.bfloat16), ((3, 2), torch.float32)):
+            made = shape_of(torch.mul, (empty(*shape, dtype=dtype), 2), {})
+            assert (tuple(made.shape), made.dtype) == (shape, dtype)
+    assert shape_of(torch.mul, (empty(2, dtype=torch.int64), 2), {}).dtype == torch.int64
+    assert shape_of(torch.mul, (empty(2, dtype=torch.int64), 2.0), {}).dtype == torch.float32, "2 and 2.0 are equal"
+    assert shape_of(torch.mul, (empty(2, 3), 2), {}) is shape_of(torch.mul, (empty(2, 3), 2), {})
+    assert shape_of(closure, (empty(4), 2.0), {}).shape == shape_of(closure, (empty(4), 2.0), {}).shape
+    assert asked == [(4,), (4,)]
