@@ -178,7 +178,7 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
     assert tuple(models.SIZES) == bench.SIZES
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_load_reads_the_same_weights_each_way(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["bench", "load", "--gb", "0.02", "--rounds", "1", "--folder", str(tmp_path), "--out", str(tmp_path)]
     assert ballast.commands.main.main(arguments) == 0

@@ -69,7 +69,7 @@ def test_predicted_peaks_are_what_is_measured(name: str, folders: Folders, sim: 
     assert torch.equal(*made)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_kept_transformer_counts_while_the_picture_is_made_ready(tiny_folders: Folders, sim: ModuleType) -> None:
     """It is there before the first call of the second run, whole or as far as the budget leaves it room."""
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", keep=True)
@@ -138,7 +138,7 @@ def test_a_second_budget_repeats_no_dry_run_of_sampling(
     assert fresh.plan(**run, images=ONE, vram="8MB").sampling == known[1].sampling and len(runs) == 2
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_two_references_at_full_size(tmp_path: Path) -> None:
     """FLUX.2 Klein 4B, each of one megapixel: their tokens count, in seconds and on the card.
 

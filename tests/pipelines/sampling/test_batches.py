@@ -210,7 +210,7 @@ def test_best_batch_of_a_budget(opened: Callable[[str], Stages], sim: ModuleType
     assert f"the best batch is {named.pictures}" in str(plan)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.usefixtures("sampling_alone")
 def test_pictures_to_start_from_make_a_batch(opened: Callable[[str], Stages], sim: ModuleType) -> None:
     pipe, cond, run = opened("flux")

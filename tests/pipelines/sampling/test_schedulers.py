@@ -31,7 +31,10 @@ OBJECTS: dict[str, dict[str, Any]] = {
     "DEISMultistepScheduler": FLOW,
     "SASolverScheduler": FLOW,
 }
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("wan", "sd3", "qwenimage", "ltx")]
+LONG = [
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("qwenimage", "ltx")),
+    *(pytest.param(name, marks=pytest.mark.soak) for name in ("wan", "sd3")),
+]
 
 
 @pytest.fixture
