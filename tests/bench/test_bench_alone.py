@@ -30,7 +30,7 @@ long, soak = (functools.partial(pytest.param, marks=mark) for mark in (pytest.ma
         soak(["newbie", "--device", "cpu"], "newbie-predicted.json"),
         soak(["newbie", "--dry"], "newbie-sim.json"),
         long(["codecs", "--dry"], "codecs.json"),
-        long(["load", "--dry"], "load.json"),
+        soak(["load", "--dry"], "load.json"),
         soak(["peers", "--dry"], "peers-sim-tiny.json"),
         long(["gpu", "--dry", "--only", "tests"], ""),
         soak(["plans", "--dry"], "plans.json"),

@@ -39,7 +39,7 @@ def read(out: Path) -> dict[str, Any]:
 
 
 @needs_sim
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_dry_run_fills_every_table_within_four_minutes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     before = spent()
     assert run(tmp_path, "--dry") == 0
