@@ -25,7 +25,7 @@ test: lint
 	$(PYTEST) tests --dist loadfile
 
 check: .venv/test-ready
-	BALLAST_SOAK=1 $(PYTEST) tests -m "long and not soak" --dist loadfile
+	BALLAST_LONG=1 $(PYTEST) tests -m "long and not soak" --dist loadfile
 	for copies in cuda xpu; do BALLAST_COPIES=$$copies $(PYTEST) $(LATE) -m "not eager" \
 		-k "not (bound_says or 3-1 or 0.2-1)" || exit 1; done
 	BALLAST_COPIES=xpu $(PYTEST) tests/memory/engine/test_arriving.py -k "books_whatever or first_step"

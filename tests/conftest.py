@@ -48,17 +48,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take long run with BALLAST_SOAK=1 alone: in `make check`, or in `make soak`. Those at published size
-    run with BALLAST_SOAK=full."""
+    """`make check` runs the long tests with BALLAST_LONG=1. `make soak` runs the longest with BALLAST_SOAK=1, and takes
+    more values in others. Tests at published size run with BALLAST_SOAK=full."""
     if os.environ.get("BALLAST_SOAK") != "full":
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="takes hours: with BALLAST_SOAK=full"))
-    if not os.environ.get("BALLAST_SOAK"):
-        for item in items:
-            for mark, where in (("long", "make check"), ("soak", "make soak")):
-                if item.get_closest_marker(mark):
-                    item.add_marker(pytest.mark.skip(reason=f"takes long: in {where}"))
+    if os.environ.get("BALLAST_SOAK"):
+        return
+    skipped = {"soak": "make soak"} if os.environ.get("BALLAST_LONG") else {"long": "make check", "soak": "make soak"}
+    for item in items:
+        for mark, where in skipped.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=f"takes long: in {where}"))
 
 
 @pytest.fixture(autouse=True, scope="module")
