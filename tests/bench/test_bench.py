@@ -35,7 +35,7 @@ def results(out: Path, stem: str) -> dict[str, Any]:
 
 
 @needs_sim
-@pytest.mark.long
+@pytest.mark.soak
 def test_stream_comes_near_the_bound_in_every_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["bench", "stream", "--models", "none", "--device", "sim", "--size", "tiny", "--out", str(tmp_path)]
     assert ballast.commands.main.main(arguments) == 0

@@ -116,7 +116,7 @@ def test_sections_of_an_earlier_run_stay(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @needs_sim
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_section_that_breaks_says_so_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -293,7 +293,7 @@ def test_a_picture_is_drawn_of_what_there_is() -> None:
 
 
 @needs_sim
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_process_that_is_stopped_leaves_what_it_had(tmp_path: Path) -> None:
     request = {
         "dry": True,

@@ -68,7 +68,7 @@ def request(tiny: Path, **more: Any) -> dict[str, Any]:
     return {"device": "sim", "folder": str(tiny), "budgets": BUDGETS, "vision_bytes": 1000, "side": 64, **more}
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_measured_in_every_way(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert harness.show("newbie", request(tiny, steps=3), tmp_path) == 0
     found, said = results(tmp_path, "newbie-sim"), capsys.readouterr().out

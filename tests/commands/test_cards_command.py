@@ -109,7 +109,7 @@ def test_when_one_ends_all_do(how: str, start: Start, tmp_path: Path) -> None:
 
 
 @together
-@pytest.mark.long
+@pytest.mark.soak
 def test_what_is_refused_is_told_once(start: Start, tmp_path: Path) -> None:
     process = start("sd3", "out.png", "--cards", "2")
     process.communicate(timeout=600)

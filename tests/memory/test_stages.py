@@ -317,7 +317,7 @@ def test_noise_given_outright_is_the_noise_of_the_seed(folder: Path) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_twenty_runs_in_a_row_keep_memory_flat(folder: Path, sim: ModuleType) -> None:
     pipe = ballast.open_pipeline(folder, device="sim")
     process = psutil.Process()

@@ -193,7 +193,7 @@ def transformers(ours: MemoryManager) -> list[ManagedModel]:
     return [unit for unit in ours.units() if unit.role == "transformer" and unit.label in NAMES]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_alternating_pipelines_reload_what_the_optimum_does(ours: MemoryManager) -> None:
     """Room for one and a half: each switch takes half a transformer of the other, and brings half of the own back."""
     runs = 6

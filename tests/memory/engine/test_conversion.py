@@ -50,7 +50,11 @@ def forget(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "weights", ["fp8", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("exact12", "int8"))]
+    "weights",
+    [
+        pytest.param("int8", marks=pytest.mark.long),
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("exact12", "fp8")),
+    ],
 )
 def test_every_placement_runs_from_the_file(weights: str, tmp_path: Path, sim: ModuleType) -> None:
     """The first run writes it, and the next opening reads it; in each placement, and from disk where RAM is short."""

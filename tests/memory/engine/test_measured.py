@@ -262,7 +262,7 @@ def slow_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["flux", pytest.param("wan", marks=pytest.mark.soak), pytest.param("cogvideox", marks=pytest.mark.long)]
+    "name", ["flux", *(pytest.param(name, marks=pytest.mark.soak) for name in ("wan", "cogvideox"))]
 )
 def test_on_the_simulated_card_what_is_measured_is_what_was_forecast(
     name: str, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch

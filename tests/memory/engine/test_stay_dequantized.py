@@ -187,7 +187,7 @@ def test_budgets_that_change(model: Model, sim: ModuleType, changes: list[tuple[
     assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_out_of_memory_at_any_allocation(model: Model, sim: ModuleType) -> None:
     for at in range(1, 600):
         placement, left = None, at
@@ -255,7 +255,7 @@ def test_a_resident_module_tells_which_groups_are_dequantized(model: Model, sim:
     assert sim.stats().allocated_bytes == 0
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_dequantizing_a_resident_module_fails_at_any_allocation(model: Model, sim: ModuleType) -> None:
     """It stays as it is stored then, as far as it is."""
     encoded = {i for i, group in enumerate(model.groups) if group.codecs}

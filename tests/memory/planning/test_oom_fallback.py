@@ -182,7 +182,7 @@ def test_steps_before_the_one_that_failed_are_kept(tiny_folders: Folders, sim: M
         assert len(calls) == 5, "one call of four was made again"
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_out_of_memory_at_any_allocation_of_a_small_run(
     tiny_folders: Folders, sim: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:

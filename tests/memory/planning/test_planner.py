@@ -239,7 +239,7 @@ def test_forecasts_survive_a_file_and_damaged_ones_are_errors() -> None:
     ("name", "attention"),
     [
         ("flux", 0.01 / 3),
-        pytest.param("wan", None, marks=pytest.mark.long),
+        pytest.param("wan", None, marks=pytest.mark.soak),
         pytest.param("cogvideox", 0.01 / 3, marks=pytest.mark.soak),
     ],
 )

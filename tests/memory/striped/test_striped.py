@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,6 @@ from ballast.memory.striped import factories
 from ballast.memory.striped import striped_attention as attention
 from ballast.memory.striped.running_variance import RunningVariance
 from host import find_host, host_python
-from places import SUPPORT
 from selection import few
 
 GB = 2**30
@@ -475,7 +475,7 @@ def test_flux_moves_a_third_of_what_it_did() -> None:
     assert facts(found) == pytest.approx((5.76044e13, 7.93563e9, 8.00484e9, 4.27400e9), rel=2e-4)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_pixels_are_the_same_at_a_card_s_rates(sim: ModuleType) -> None:
     """Whatever is made again and whatever is moved, in few pieces and in many."""
     vae, latents, whole = on_device("flux", sim)
@@ -645,7 +645,7 @@ def test_vaes_of_comfyui_are_exact() -> None:
     """The host's own VAEs, as they are, by the host's own Python."""
     if find_host() is None:
         pytest.skip("no ComfyUI: set COMFYUI_PATH, or put one in ~/ComfyUI")
-    script = SUPPORT / "striped_native.py"
+    script = Path(__file__).with_name("native_vae.py")
     ran = subprocess.run([host_python(), str(script), str(find_host())], capture_output=True, text=True, timeout=300)
     if "ModuleNotFoundError" in ran.stderr:
         pytest.skip(f"{host_python()} lacks what ComfyUI needs: set COMFYUI_PYTHON")

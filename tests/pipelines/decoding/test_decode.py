@@ -191,7 +191,7 @@ def test_tiles_where_ram_is_short(pipe: Any, sim: ModuleType, monkeypatch: pytes
     assert taken[0][0] in ("in tiles", "on the CPU")
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_tiles_are_told_where_one_looks(
     pipe: Any, in_host: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

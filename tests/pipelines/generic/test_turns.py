@@ -49,7 +49,7 @@ def came_in_steps(record: Any, unit: str) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["flux_controlnet", "sd3_controlnet"])
+@pytest.mark.parametrize("name", ["sd3_controlnet", pytest.param("flux_controlnet", marks=pytest.mark.soak)])
 def test_both_come_once_where_both_fit(name: str, folders: Folders, sim: ModuleType) -> None:
     for more in ({}, {"weights": "int8"}):
         pipe = ballast.open_pipeline(folders(name), device="sim", **more)

@@ -34,9 +34,8 @@ WORK = UnitForecast(
 @pytest.mark.parametrize(
     "names",
     [
-        SHORT[:1],
-        pytest.param(SHORT[1:], marks=pytest.mark.long),
-        pytest.param(("flux2_klein",), marks=pytest.mark.soak),
+        pytest.param(SHORT[:1], marks=pytest.mark.long),
+        *(pytest.param(names, marks=pytest.mark.soak) for names in (SHORT[1:], ("flux2_klein",))),
     ],
 )
 def test_two_cards_make_the_picture_of_one(names: tuple[str, ...], tiny_folders: Folders, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Decodes and encodes with a real ComfyUI's own VAEs, whole and in stripes, and prints by how much pixels differ.
 
-Run as `python striped_native.py COMFYUI_FOLDER`, by an interpreter that has what ComfyUI imports.
+Run as `python native_vae.py COMFYUI_FOLDER`, by an interpreter that has what ComfyUI imports.
 """
 
 from __future__ import annotations
