@@ -228,7 +228,7 @@ def _run_whole(
         if name in ("prompt_embeds", "negative_prompt_embeds"):  # which a call takes in place of the prompt
             given[name.removesuffix("_embeds")] = None
         given |= {name: value} if name in pipe.model.call else {}
-    stock.scheduler.step = Steps(stock.scheduler, given["generator"], None)  # stages draw all noise by the seed
+    stock.scheduler.step = Steps(stock, given["generator"], None)  # stages draw all noise by the seed
     with torch.random.fork_rng(devices=[]):  # the caller's own noise stays as it is
         torch.manual_seed(_SEED)
         try:

@@ -106,7 +106,7 @@ class _Run:
         model.set_guidance(pipe, given.pop("guider", None))
         given |= {"prompt": _PROMPT, "output_type": self.output}
         given |= {} if self.negative is None else {"negative_prompt": self.negative}
-        pipe.scheduler.step = Steps(pipe.scheduler, given["generator"], None)  # stages draw all noise by the seed
+        pipe.scheduler.step = Steps(pipe, given["generator"], None)  # stages draw all noise by the seed
         state = model.initial_state({name: value for name, value in given.items() if value is not None})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)

@@ -291,24 +291,25 @@ class Entering:
 
 
 class Steps:
-    """Replaces a scheduler's `step`, which all pipelines call once a step, and calls `on_step` after it.
+    """Replaces `step` of a pipeline's scheduler, which all call once a step, and calls `on_step` after it.
 
     Gives the step the run's generators where it draws noise: else the seed would not decide the result.
 
-    The scheduler is held weakly, or the two would keep tensors until the collector runs.
+    Both are held weakly, or they would keep tensors until the collector runs.
 
     Of a `part` of the steps the first has to be handed the latents `entering`.
     """
 
     def __init__(
         self,
-        scheduler: Any,
+        pipe: Any,
         generator: Generators,
         on_step: OnStep | None,
         part: StepRange | None = None,
         entering: Entering | None = None,
     ) -> None:
-        self.scheduler, self.step, self.on_step = weakref.ref(scheduler), _weak_step(scheduler), on_step
+        self.scheduler, self.step, self.on_step = weakref.ref(pipe.scheduler), _weak_step(pipe.scheduler), on_step
+        self._pipe = weakref.ref(pipe)
         functools.update_wrapper(self, self.step)
         draws = "generator" in inspect.signature(self.step).parameters
         self.drawing = {"generator": generator} if draws else {}
@@ -328,15 +329,21 @@ class Steps:
 
     def _count(self) -> int:
         """Return how many steps run."""
+        return len(self.scheduler().timesteps) - self._left_out()  # type: ignore[union-attr]  # it runs
+
+    def _left_out(self) -> int:
+        """Return how many of the scheduler's first steps a run from a picture leaves out."""
         scheduler: Any = self.scheduler()
-        # A run from a picture leaves the first ones out.
-        return len(scheduler.timesteps) - (getattr(scheduler, "begin_index", None) or 0)
+        if (first := getattr(scheduler, "begin_index", None)) is not None:
+            return first
+        told = getattr(self._pipe(), "_num_timesteps", None)
+        return max(0, len(scheduler.timesteps) - told) if told else 0
 
     def moment(self) -> Moment:
         """Return the position, with the noise level of the step that runs."""
         scheduler: Any = self.scheduler()
         step, steps = self.position()
-        at = self.taken + (getattr(scheduler, "begin_index", None) or 0)
+        at = self.taken + self._left_out()
         return Moment(step, steps, float(scheduler.sigmas[at]) if hasattr(scheduler, "sigmas") else 0.0)
 
     def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:

@@ -872,7 +872,7 @@ class DiffusersModel:
         if (scale := arguments.pop("guider", None)) is not None:
             pipe.guider = pipe.guider.new(guidance_scale=scale)
         dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
-        pipe.scheduler.step = steps = Steps(pipe.scheduler, arguments["generator"], on_step, between, entering)
+        pipe.scheduler.step = steps = Steps(pipe, arguments["generator"], on_step, between, entering)
         if between is not None and between.ends_early:
             steps.leaves = _AT_STEP not in self.call
             arguments |= {} if steps.leaves else {_AT_STEP: steps.leave}

@@ -517,7 +517,7 @@ class ModularModel(LoopModel):
         state = self.initial_state({**values, **given})
         for name, kind in outputs_of(self.stages.encode).items():
             state.set(name, values.get(name), kind)
-        pipe.scheduler.step = steps = Steps(pipe.scheduler, drawing, on_step)
+        pipe.scheduler.step = steps = Steps(pipe, drawing, on_step)
         with torch.random.fork_rng(devices=[]):  # some draw noise without the generator
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
             try:
