@@ -81,7 +81,7 @@ class SamplerSettings(io.ComfyNode):
                     round=0.001,
                     optional=True,
                     tooltip="The part of the steps after which guidance ends, such as 0.6. Later steps run the model "
-                    "once. A plan counts that. For FLUX.1, LTX, Qwen-Image, SD3 and Wan with one transformer.",
+                    "once. A plan counts that. Not for Wan with two transformers: guide each of two samplers alone.",
                 ),
                 io.Combo.Input(
                     "cache",

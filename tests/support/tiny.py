@@ -92,13 +92,14 @@ def stock(
     height: int | None = None,
     frames: int | None = None,
     scheduler: Any = None,
+    listen: Callable[[Any], Any] = id,
     **kw: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a saved pipeline whole and unmodified, in float32 on the CPU.
 
     Returns the latent that `vae.decode` was given, and the picture in 0..1 as [B, H, W, 3] or, for a video,
     [B, F, H, W, 3]. It runs with `scheduler`, by default its own. What is left out, and the family's own
-    arguments, come from FAMILIES; `kw` adds to those arguments or replaces them.
+    arguments, come from FAMILIES; `kw` adds to those arguments or replaces them. `listen` sees the pipeline first.
     """
     family = family_of(folder)
     pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
@@ -135,6 +136,7 @@ def stock(
         return decode(z, *args, **kwargs)
 
     pipe.vae.decode = recorded
+    listen(pipe)
     output = pipe(**arguments)
     picture = torch.as_tensor(output.images if family.frames is None else output.frames).float()
     (latent,) = seen

@@ -23,6 +23,7 @@ from ballast.pipelines.equivalence import check
 from diffusers import DiffusionPipeline
 from pictured import pipelines as tiny_pictured
 from pictured.pictures import mask, picture, pil
+from unguided import guided_in
 
 Folders = Callable[[str], Path]
 WIDTH, HEIGHT, STEPS, SEED = 48, 32, 5, 3
@@ -162,8 +163,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_folders: Folders) -> 
     return tiny_pictured.folders_in(tmp_path_factory.mktemp("pictured"), tiny_folders)
 
 
-def stock(task: Task, folder: Path) -> torch.Tensor:
-    """What the unmodified class makes, whole, on the CPU."""
+def stock(task: Task, folder: Path, listen: Callable[[Any], Any] = id, **more: Any) -> torch.Tensor:
+    """What the unmodified class makes, whole, on the CPU. `listen` sees it first."""
     pipe: Any = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
     if task.cls:
         cls = getattr(diffusers, task.cls)
@@ -174,7 +175,8 @@ def stock(task: Task, folder: Path) -> torch.Tensor:
     negative = {"negative_prompt": "blurry"} if takes_negative(type(pipe)) else {}
     size = dict(zip(("width", "height"), task.size, strict=True)) if task.size else {}
     generator = torch.Generator("cpu").manual_seed(SEED)
-    given: dict[str, Any] = {**task.stock, **task.text, **size, **negative, "generator": generator}
+    given: dict[str, Any] = {**task.stock, **task.text, **size, **negative, "generator": generator, **more}
+    listen(pipe)
     made = pipe(prompt="a boat", num_inference_steps=STEPS, output_type="np", **given)
     return torch.as_tensor(made.images if hasattr(made, "images") else made.frames).float()
 
@@ -234,6 +236,38 @@ def test_a_prompt_is_recorded_beside_a_picture(folders: Folders, sim: ModuleType
     check.prove(pipe.model)
     made = pipe.decode(pipe.sample(encoded(task, pipe), **run_of(task)))
     torch.testing.assert_close(made, stock(task, folders(task.folder)), atol=1e-5, rtol=0)
+
+
+GUIDED = [
+    "cogvideox", "flux", "wan video",
+    *(pytest.param(name, marks=pytest.mark.soak) for name in (
+        "sd3", "qwenimage", "zimage", "chroma", "flux inpaint", "sd3 inpaint", "qwenimage inpaint", "zimage inpaint",
+        "klein inpaint", "kontext", "klein, two references", "wan 2.2 5B", "ltx", "qwen edit", "wan 2.1",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_guidance_in_part_of_the_steps_is_a_stock_loop_without_the_other_pass(name: str, folders: Folders) -> None:
+    task, part = TASKS[name], (0.3, 0.7)
+    scale = next(key for key in ("true_cfg_scale", "guidance_scale") if key in task.stock)
+    off = {scale: 0.0 if name.startswith("zimage") else 1.0}
+
+    def run(listen: Callable[[Any], None], is_guided: bool) -> torch.Tensor:
+        return stock(task, folders(task.folder), listen, **({} if is_guided else off))
+
+    expected = guided_in(run, part)
+    pipe = ballast.open_pipeline(folders(task.folder), device="cpu")
+    cond = encoded(task, pipe)
+    told: list[tuple[int, int]] = []
+
+    def tell(step: int, steps: int, latents: torch.Tensor) -> None:
+        told.append((step, steps))
+
+    made = pipe.decode(pipe.sample(cond, guidance_range=part, on_step=tell, **run_of(task)))
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=0)
+    assert told == [(step, len(told)) for step in range(1, len(told) + 1)]
+    assert not torch.allclose(made, pipe.decode(pipe.sample(cond, **run_of(task))), atol=2e-5)
 
 
 def test_a_controlnet_comes_beside_any_folder(folders: Folders, sim: ModuleType, tmp_path: Path) -> None:

@@ -10,81 +10,37 @@ from types import ModuleType
 from typing import Any
 
 import ballast
-import diffusers
 import pytest
 import tiny
 import torch
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.planning.sampling_forecasts import Sampling
+from unguided import given_to, guided_in, text_of
 
 Folders = Callable[[str], Path]
-STEPS, RANGE, GUIDED = 5, (0.2, 0.6), (1, 2)  # the fourth of five begins at 0.6, which is outside
-ROWS = {"flux": 1, "qwenimage": 1, "wan": 1, "sd3": 2, "ltx": 2}  # predictions of a call, with guidance
+STEPS, RANGE = 5, (0.2, 0.6)  # the fourth of five begins at 0.6, which is outside
+ROWS = {  # predictions of a call, with guidance
+    "flux": 1, "qwenimage": 1, "wan": 1, "sd3": 2, "ltx": 2, "auraflow": 2, "chroma": 1, "cogvideox": 2,
+    "flux2_klein": 1, "hunyuan_video": 1, "lumina2": 1, "mochi": 2, "sana": 2, "zimage": 2,
+}  # fmt: skip
 SCALE = 3.5
+OFF = {"zimage": 0.0}  # others: 1
 
 
 def scale_of(family: str) -> dict[str, float]:
     own = tiny.FAMILIES[family].guidance
-    return {"true_cfg": SCALE, "guidance": own} if family == "flux" else {"guidance": SCALE}
+    return {"true_cfg": SCALE, "guidance": own} if tiny.FAMILIES[family].distilled else {"guidance": SCALE}
 
 
-class Stock:
-    """The unmodified pipeline, whose transformer and scheduler are listened to."""
+def stock(family: str, folder: Path) -> torch.Tensor:
+    """The latents of the unmodified class, guided in part of the steps."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.calls = folder, list[dict[str, Any]]()
-        self.prompt: torch.Tensor | None = None
-        self.step, self.rows, self.last = 0, list[int](), torch.empty(0)
-        read = diffusers.DiffusionPipeline.from_pretrained
-        listening = type("Listening", (), {"from_pretrained": lambda *a, **k: self.listen(read(*a, **k))})
-        monkeypatch.setattr(tiny, "DiffusionPipeline", listening)
+    def run(listen: Callable[[Any], None], is_guided: bool) -> torch.Tensor:
+        scale = SCALE if is_guided else OFF.get(family, 1.0)
+        given = {"true_cfg_scale" if tiny.FAMILIES[family].distilled else "guidance": scale}
+        return tiny.stock(folder, steps=STEPS, listen=listen, **given)[0].float()
 
-    def listen(self, pipe: Any) -> Any:
-        """Step by the prompt's prediction alone where guidance is out of its range."""
-        forward, step = pipe.transformer.forward, pipe.scheduler.step
-
-        @functools.wraps(forward)
-        def call(**kwargs: Any) -> Any:
-            self.calls.append(kwargs)
-            self.rows.append(len(kwargs["hidden_states"]))
-            self.last = kwargs["encoder_hidden_states"]
-            return forward(**kwargs)
-
-        @functools.wraps(step)
-        def take(predicted: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.prompt is not None and self.step not in GUIDED:
-                predicted = forward(**self.alone())[0].reshape(predicted.shape)
-            self.calls.clear()
-            self.step += 1
-            return step(predicted, *args, **kwargs)
-
-        pipe.transformer.forward, pipe.scheduler.step = call, take
-        return pipe
-
-    def alone(self) -> dict[str, Any]:
-        """The arguments of the step's call that are the prompt's, found by those of a run without guidance."""
-        for kwargs in self.calls:
-            rows = len(kwargs["hidden_states"])
-            for row in range(rows):
-                own = {
-                    name: value[row : row + 1]
-                    if isinstance(value, torch.Tensor) and value.ndim and len(value) == rows
-                    else value
-                    for name, value in kwargs.items()
-                }
-                if torch.equal(own["encoder_hidden_states"], self.prompt):
-                    return own
-        raise AssertionError("no call has the prompt")
-
-    def run(self, family: str, scale: float) -> torch.Tensor:
-        given = {"true_cfg_scale" if family == "flux" else "guidance": scale}
-        return tiny.stock(self.folder, steps=STEPS, **given)[0].float()
-
-    def latents(self, family: str) -> torch.Tensor:
-        self.run(family, 1.0)
-        assert self.rows == [1] * STEPS
-        self.prompt, self.step = self.last, 0
-        return self.run(family, SCALE)
+    return guided_in(run, RANGE)
 
 
 @pytest.fixture
@@ -108,7 +64,7 @@ def counted(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows.append(len(kwargs["hidden_states"]))
+        rows.append(len(text_of(given_to(self, args, kwargs))))
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(cls, "forward", call)
@@ -129,8 +85,8 @@ def test_steps_outside_run_one_pass_as_a_stock_loop_does(
     assert not torch.allclose(part, whole, atol=1e-4)
     assert torch.equal(sample(**scale, guidance_range=[0, 1.0]), whole)
     never = sample(**scale, guidance_range=(0.0, 0.0))
-    assert torch.equal(never, sample(**scale | {next(iter(scale)): 1.0}))
-    expected = Stock(tiny_folders(name), monkeypatch).latents(name)
+    assert torch.equal(never, sample(**scale | {next(iter(scale)): OFF.get(name, 1.0)}))
+    expected = stock(name, tiny_folders(name)).reshape(part.shape)
     torch.testing.assert_close(part, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -171,6 +127,6 @@ def test_what_is_not_taken_is_refused(opened: Any, tiny_folders: Folders) -> Non
         for call in (sample, functools.partial(pipe.plan, vram="64MB")):
             with pytest.raises(ValueError, match=f"^[^\n]*{words}[^\n]*$"):
                 call(**given)
-    other = ballast.open_pipeline(tiny_folders("lumina2"), device="cpu")
-    with pytest.raises(ValueError, match="takes no guidance_range: Lumina2Pipeline is none of FluxPipeline"):
+    other = ballast.open_pipeline(tiny_folders("hunyuan_video15"), device="cpu")
+    with pytest.raises(ValueError, match="takes no guidance_range: HunyuanVideo15Pipeline is none of AuraFlowPipel"):
         other.plan(guidance_range=RANGE, vram="64MB")
