@@ -105,7 +105,8 @@ def seen_calls(unit: str) -> int:
     ("name", "all_words"),
     [
         ("flux_controlnet", ["none", "middle"]),
-        *(pytest.param(n, list(SETTINGS), marks=pytest.mark.soak) for n in PLAIN),
+        pytest.param("qwen_controlnet", list(SETTINGS), marks=pytest.mark.long),
+        *(pytest.param(n, list(SETTINGS), marks=pytest.mark.soak) for n in PLAIN if n != "qwen_controlnet"),
     ],
 )
 def test_strength_and_part_of_the_steps_equal_stock(
