@@ -19,6 +19,7 @@ SCHEDULING = (
     "shift",
     "sigmas",
     "guidance_range",
+    "guider",
     "cache",
     "control_strength",
     "control_range",
@@ -93,6 +94,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=fractions,
         metavar="START-END",
         help="the part of the steps that is guided, such as 0.0-0.6; the others run once",
+    )
+    parser.add_argument(
+        "--guider", help="cfg, cfg_zero_star, apg or tcfg in place of the model's own, for models that have a guider"
     )
     parser.add_argument(
         "--control-strength",

@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..pipelines.sampling.guidance_range import GUIDANCE_RANGE
+from ..pipelines.sampling.guider_choice import GUIDER, GUIDERS
 from ..pipelines.sampling.scheduler_choice import CLASSES, SAMPLERS, SCHEDULER, SHIFT, SIGMAS
 from ..pipelines.sampling.schedules import SCHEDULES
 from ..pipelines.sampling.step_cache import CACHE, DEFAULTS, OFF
@@ -37,6 +38,8 @@ class SamplerSettings(io.ComfyNode):
                 "start at step",
                 "end at step",
                 "two samplers",
+                "apg",
+                "cfg zero star",
             ],  # fmt: skip
             inputs=[
                 io.Combo.Input(
@@ -145,6 +148,15 @@ class SamplerSettings(io.ComfyNode):
                     tooltip="With a cache: sample without it first, and say by how many dB the latents differ. Takes "
                     "both times, of which a plan counts one.",
                 ),
+                io.Combo.Input(
+                    "guider",
+                    options=[AUTO, *GUIDERS],
+                    default=AUTO,
+                    optional=True,
+                    advanced=True,
+                    tooltip="How the predictions with and without the prompt are combined. auto is the model's own. "
+                    "The others are for models that have a guider: modular pipelines, HunyuanVideo 1.5, HunyuanImage.",
+                ),
             ],
             outputs=[OptionsType.Output("settings", tooltip="For sampler_settings of Offloaded Sampler or VRAM Plan.")],
         )
@@ -164,8 +176,9 @@ class SamplerSettings(io.ComfyNode):
         start_step: int = 0,
         end_step: int = 0,
         measure: bool = False,
+        guider: str = AUTO,
     ) -> io.NodeOutput:
-        chosen: dict[str, Any] = {SCHEDULER: sampler, SIGMAS: schedule, SHIFT: shift}
+        chosen: dict[str, Any] = {SCHEDULER: sampler, SIGMAS: schedule, SHIFT: shift, GUIDER: guider}
         settings = {name: value for name, value in chosen.items() if value not in (AUTO, 0)}
         if (part := (guidance_start, guidance_end)) != (0.0, 1.0):
             settings[GUIDANCE_RANGE] = part

@@ -341,7 +341,8 @@ class Pipeline:
 
         `guidance_range=(start, end)` guides part of the steps, in fractions of them: step i of n, counted from 0, is
         guided if start <= i / n < end. The others run one pass. Calls of a sampler count as steps, two a step of heun.
-        Classes that are not proved to skip a pass exactly refuse it.
+        Classes that are not proved to skip a pass exactly refuse it. `guider` guides by "cfg", "cfg_zero_star", "apg",
+        "tcfg" or an object of diffusers.guiders, where the model has a guider.
 
         `start_step` and `end_step` draw part of the `steps`, counted from 0. A run that ends early returns the latents
         of its loop, in the layout of that and not denoised yet, and one that starts later goes on from these

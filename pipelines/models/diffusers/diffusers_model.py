@@ -30,7 +30,7 @@ from ...files.components import read_model_index
 from ...files.single.given import GivenFiles
 from ...lora.weight_names import Converters
 from ...options import TRUE_CFG, check_known, check_stage
-from ...planning.forecasts import Forecaster
+from ...planning.forecasts import Forecaster, quietly
 from ...planning.sampling_forecasts import dry_run_arguments
 from ...sampling.batches import Dims, for_batch
 from ...sampling.cached_calls import caching
@@ -45,6 +45,7 @@ from ...sampling.control import (
     following,
 )
 from ...sampling.guidance_range import GUIDANCE_RANGE, GuidanceRange, guided_within, range_of
+from ...sampling.guider_choice import CHOICE, GUIDER, guider_for, guider_of
 from ...sampling.inputs import Inputs, Request
 from ...sampling.picture_sizes import PictureSizes
 from ...sampling.scheduler_choice import SCHEDULER, SHIFT, SIGMAS, SchedulerChoice, choice_of, is_flow
@@ -638,6 +639,7 @@ class DiffusersModel:
         if self.controls or options.keys() & of_control:
             control = control_of(self.title, self.pipeline_class, self.controls, self.call, options)
         ours = {GUIDANCE_RANGE, CACHE, START_STEP, END_STEP} | of_control
+        ours |= {GUIDER} if scales.cfg == "guider" else set()
         check_known(self.title, options, known | (takes or set()) | ours)
         if CONTROL_MODE in self.call and self.controls:
             check_mode(self.title, self.control_modes, options.get(CONTROL_MODE))
@@ -654,12 +656,14 @@ class DiffusersModel:
         if options.get(CACHE, OFF) not in (OFF, None):
             flow = own is not None and is_flow(own)
             cache = cache_of(self.title, {unit.name: unit for unit in self.denoisers}, flow, options)
-        chosen = chosen | ours
+        chosen, guider = chosen | ours, options.get(GUIDER)
         options = {k: v for k, v in options.items() if k not in chosen and (v is not None or k in known)}
         plain = as_given(self.call, options)
         arguments: dict[str, Any] = {"num_inference_steps": steps, **options, **plain, **inputs.pictures}
         if choice is not None:
             arguments[SCHEDULER] = choice
+        if guider is not None:
+            arguments[CHOICE] = guider_of(self.title, [self.parts.tool("guider")], guider)
         if scales.true_cfg and TRUE_CFG in options:
             arguments[scales.true_cfg] = arguments.pop(TRUE_CFG)
         if inputs.strength is not None:
@@ -869,8 +873,10 @@ class DiffusersModel:
         control: Control | None = arguments.pop(CONTROL, None)
         arguments |= {} if control is None else control.arguments(self.call)
         self.adjust(pipe, arguments)
-        if (scale := arguments.pop("guider", None)) is not None:
-            pipe.guider = pipe.guider.new(guidance_scale=scale)
+        scale, chosen = arguments.pop("guider", None), arguments.pop(CHOICE, None)
+        if scale is not None or chosen is not None:
+            with quietly():  # guiders log that they may change
+                pipe.guider = guider_for(pipe.guider, chosen, scale)
         dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
         pipe.scheduler.step = steps = Steps(pipe, arguments["generator"], on_step, between, entering)
         if between is not None and between.ends_early:

@@ -30,6 +30,7 @@ from ...lora.weight_names import Converters
 from ...options import check_known, check_stage
 from ...planning.forecasts import quietly
 from ...sampling.batches import for_batch
+from ...sampling.guider_choice import CHOICE, GUIDER, guider_for, guider_of
 from ...sampling.inputs import Inputs, Request
 from ...sampling.picture_sizes import PictureSizes
 from ...stock.answers import Answers
@@ -287,16 +288,16 @@ class ModularModel(LoopModel):
                 state.set(param.name, given.get(param.name, param.default), param.kwargs_type)
         return state
 
-    def set_guidance(self, pipe: Any, scale: float | None) -> None:
-        """Set the scale of its guiders, unless it is None. Guiders that are off guide then."""
-        for name in self.guiders if scale is not None else ():
-            with quietly():
-                setattr(pipe, name, getattr(pipe, name).new(guidance_scale=scale, enabled=True))
+    def set_guidance(self, pipe: Any, scale: float | None, choice: str | None = None) -> None:
+        """Replace its guiders by that of a choice, and set their scale, unless it is None: all guide then."""
+        for name in self.guiders:
+            with quietly():  # guiders log that they may change
+                setattr(pipe, name, guider_for(getattr(pipe, name), choice, scale))
 
-    def guides(self, scale: float | None) -> bool:
-        """Return whether its guiders guide with this scale, by default their own."""
+    def guides(self, scale: float | None, choice: str | None = None) -> bool:
+        """Return whether its guiders, or that of a choice, guide with this scale, by default their own."""
         pipe = self.pipeline(HOST, {})
-        self.set_guidance(pipe, scale)
+        self.set_guidance(pipe, scale, choice)
         return self._is_guided(pipe)
 
     def _is_guided(self, pipe: Any) -> bool:
@@ -436,14 +437,20 @@ class ModularModel(LoopModel):
         if missing := ", ".join(WORDS.get(name, name) for name in sorted(self.inputs - inputs.pictures.keys())):
             raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
         check_stage(self.title, options, self.encode_options())
+        choice = {}
+        if self.guiders and options.get(GUIDER) is not None:
+            pipe = self.pipeline(HOST, {})
+            own = [getattr(pipe, name) for name in self.guiders]
+            choice = {CHOICE: guider_of(self.title, own, options[GUIDER])}
+        options = {name: value for name, value in options.items() if name != GUIDER or not self.guiders}
         check_known(self.title, options, taken.keys() - _OURS - self._fixed - self.encode_inputs.keys())
-        arguments: dict[str, Any] = {_STEP_COUNT: request.steps, **options, **inputs.pictures}
+        arguments: dict[str, Any] = {_STEP_COUNT: request.steps, **options, **inputs.pictures, **choice}
         arguments |= {} if inputs.strength is None else {_STRENGTH: inputs.strength}
         if request.guidance is not None:
             if not self.guiders and _SCALE not in taken:
                 raise ValueError(f"{self.title} takes no guidance.")
             arguments[_GUIDER if self.guiders else _SCALE] = request.guidance
-        if self.must_guide and not self.guides(request.guidance):
+        if self.must_guide and not self.guides(request.guidance, choice.get(CHOICE)):
             raise ValueError(f"guidance is off; the own blocks of {self.title} fail without. Set guidance above 1.")
         self.sizes.check(self.title, request.width, request.height)
         for name, size in (("width", request.width), ("height", request.height)):
@@ -509,7 +516,7 @@ class ModularModel(LoopModel):
             raise ValueError(f"noise: the blocks of {self.title} do not check it. Give seed instead.")
         pipe = self.pipeline(device, modules, ask=ask)
         given = {name: value for name, value in as_stock(arguments).items() if value is not None}
-        self.set_guidance(pipe, given.pop(_GUIDER, None))
+        self.set_guidance(pipe, given.pop(_GUIDER, None), given.pop(CHOICE, None))
         drawing = given["generator"]
         values = restored(for_batch(cond, drawing, self.cond_dims), device)
         if self.guiders and not self._is_guided(pipe):  # a run of its own would not have encoded these

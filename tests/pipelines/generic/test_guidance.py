@@ -358,3 +358,17 @@ def test_what_else_is_refused(distilled: Folders) -> None:
         pipe.sample(cond, guidance_scale=4.0)
     with pytest.raises(ValueError, match="SanaSprintPipeline has no classifier-free guidance. Leave it out"):
         sprint.sample(encoded(sprint), true_cfg=4.0)
+
+
+def test_a_guider_takes_the_place_of_that_of_a_class(tiny_folders: Folders, sim: ModuleType) -> None:
+    folder, family = tiny_folders("hunyuan_video15"), tiny.FAMILIES["hunyuan_video15"]
+    pipe, encode, _, _ = tiny.stages("hunyuan_video15", folder, "sim")
+    width, height = family.size
+    run = {"width": width, "height": height, "frames": family.frames, "steps": 3, **family.call_kwargs}
+    cond, guider = encode(), diffusers.AdaptiveProjectedGuidance(guidance_scale=4.0, eta=0.5)
+    expected, _ = tiny.stock(folder, steps=3, listen=lambda stock: setattr(stock, "guider", guider.new()))
+    for strategy in ("resident", "leafwise"):
+        made = pipe.sample(cond, guider=guider, strategy=strategy, **run)
+        torch.testing.assert_close(made, expected.float().reshape(made.shape), atol=1e-5, rtol=1e-5)
+        assert sim.stats().allocated_bytes == 0
+    assert not torch.allclose(made, pipe.sample(cond, guidance=4.0, **run), atol=1e-4)

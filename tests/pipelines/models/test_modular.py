@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from adapters import lora_files
 from ballast.pipelines.files.recognition import is_modular_folder
 from ballast.pipelines.models.modular.block_state import restored
+from ballast.pipelines.sampling.guider_choice import GUIDERS as NAMED_GUIDERS
 from modular import made_up_blocks, modular_folders, newest
 from modular.modular_folders import FAMILIES, REFUSED, Family, as_modular
 from pictured import pipelines as pictured
@@ -165,6 +167,58 @@ def test_guidance_is_that_of_its_own_call(name: str, guidance: float, folders: F
     assert not torch.equal(latents, usual)
     mine = case.pipe.sample(case.encode(), **case.run)
     torch.testing.assert_close(mine, latents.float(), atol=1e-5, rtol=0)
+
+
+GUIDERS: dict[str, Any] = {
+    "apg": functools.partial(diffusers.AdaptiveProjectedGuidance, eta=0.5),
+    "cfg_zero_star": diffusers.ClassifierFreeZeroStarGuidance,
+    "tcfg": diffusers.TangentialClassifierFreeGuidance,
+    "layers skipped": functools.partial(
+        diffusers.SkipLayerGuidance, skip_layer_config=diffusers.LayerSkipConfig([1]), skip_layer_guidance_stop=0.7
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sd3", "cfg_zero_star"),
+        ("wan", "layers skipped"),
+        *(pytest.param("wan", kind, marks=pytest.mark.long) for kind in ("apg", "cfg_zero_star", "tcfg")),
+    ],
+)
+def test_a_guider_is_that_of_its_own_call(name: str, kind: str, folders: Folders, cache: Path, sim: ModuleType) -> None:
+    """As an object and by its name, resident and streamed."""
+    case, make = opened(name, folders, cache), functools.partial(GUIDERS[kind], guidance_scale=4.0)
+    cond = case.encode()
+
+    def latents(guider: Any) -> torch.Tensor:
+        return case.stock(prepare=lambda stock: stock.update_components(guider=guider))[0].float()
+
+    expected, usual = latents(make()), case.pipe.sample(cond, **case.run, guidance=4.0)
+    assert not torch.allclose(expected, usual, atol=1e-3)
+    for strategy in ("resident", "leafwise"):
+        made = case.pipe.sample(cond, **case.run, guider=make(), strategy=strategy)
+        torch.testing.assert_close(made, expected, atol=1e-5, rtol=0)
+        assert sim.stats().allocated_bytes == 0
+    assert torch.equal(case.pipe.sample(cond, **case.run, guidance=4.0), usual)
+    case.pipe.plan(cond=cond, vram=BUDGET, guider=make(), **case.run)
+    if kind in NAMED_GUIDERS:
+        made = case.pipe.sample(cond, **case.run, guider=kind, guidance=4.0)
+        torch.testing.assert_close(made, latents(type(make())(guidance_scale=4.0)), atol=1e-5, rtol=0)
+
+
+def test_what_is_no_guider_is_refused(folders: Folders, cache: Path, tiny_folders: Folders) -> None:
+    """In one line, by a run and by a plan."""
+    modular, cls = opened("qwen", folders, cache).pipe, ballast.open_pipeline(tiny_folders("hunyuan_video15"))
+    for pipe in (modular, cls):
+        for asked in ("ap", 4.0, diffusers.AdaptiveProjectedGuidance):
+            with pytest.raises(
+                ValueError, match=r"^guider is [^\n]* it takes cfg, cfg_zero_star, apg, tcfg, or an [^\n]*$"
+            ):
+                pipe.plan(guider=asked, vram=BUDGET)
+    with pytest.raises(TypeError, match="guider"):
+        ballast.open_pipeline(tiny_folders("flux")).plan(guider="apg", vram=BUDGET)
 
 
 def test_a_run_whose_own_call_fails_is_refused(folders: Folders, cache: Path) -> None:
