@@ -20,7 +20,7 @@ from ballast.memory.engine import streams as queues
 from ballast.memory.engine.engine import Engine
 from ballast.memory.errors import release_frames
 from ballast.memory.host import management as host
-from ballast.memory.weights import direct, hostbuffer, reader
+from ballast.memory.weights import hostbuffer, reader
 from ballast.memory.weights.stored import Stored
 from ballast.memory.weights.structure import parameter_refs
 from ballast.pipelines.files.components import read_components, read_model_index
@@ -43,6 +43,7 @@ from streamed_models import (
     settle,
     streamed_engine,
     varied,
+    weight_pages,
 )
 from streamed_models import model as model_and_arguments
 from torch import nn
@@ -74,11 +75,6 @@ def check(module: nn.Module, expected: torch.Tensor, order: list[int] | None = N
     torch.testing.assert_close(run(module, noise(), order).cpu(), expected, atol=0, rtol=0)
 
 
-def buffers() -> set[int]:
-    """Addresses of all host buffers but the chunks that readers read through."""
-    return {address for address, pages in hostbuffer._pages.items() if pages.nbytes != direct.chunk_bytes(0)}
-
-
 def assert_gone(module: nn.Module, sim: ModuleType, kept: str = "") -> None:
     gc.collect()
     assert sim.stats().allocated_bytes == 0
@@ -99,10 +95,10 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
     size = nbytes(module)
     sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.1)
     gc.collect()
-    before = buffers()
+    before = set(weight_pages())
     placement = placed(module, source, share)
     assert sim.stats().allocated_bytes == placement.resident_bytes <= budget(module, share)
-    windows = buffers() - before
+    windows = set(weight_pages()) - before
     assert len(windows) == stager.WINDOWS
     assert placement.host_bytes == stager.WINDOWS * max(group.packed_bytes for group in placement._groups)
     for _ in range(3):
@@ -122,12 +118,12 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
     gaps = sum(p.packed_bytes - sum(ref.tensor.nbytes for ref in p.refs if ref.tensor.is_meta) for p in streamed)
     assert abs(came - placement.take_bytes_read() - 3 * gaps) <= gaps, "files have no gaps"
     assert all(ref.tensor.is_meta for ref in placement.host_refs if isinstance(ref.tensor, nn.Parameter))
-    assert buffers() - before == windows
+    assert set(weight_pages()) - before == windows
     placement.remove()
     assert_gone(module, sim)
     assert nbytes(module) == size
     gc.collect()
-    assert buffers() == before
+    assert set(weight_pages()) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

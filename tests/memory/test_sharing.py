@@ -22,7 +22,6 @@ from ballast.memory import DoesNotFitError, manager, ram, simulated
 from ballast.memory import manager as manager_of
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.planner import least_ram_on_cpu
-from ballast.memory.weights import hostbuffer
 from ballast.memory.weights.structure import parameter_refs
 from ballast.pipelines import Pipeline
 from hypothesis import HealthCheck, settings
@@ -31,6 +30,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from places import ROOT
 from safetensors.torch import load_file, save_file
 from selection import few
+from streamed_models import weight_pages
 
 SIZE: dict[str, Any] = {"width": 64, "height": 64, "steps": 2, "guidance": 2.0}
 TRANSFORMER = 3949536  # bytes of the demo's
@@ -70,19 +70,19 @@ def clean(sim: ModuleType) -> Iterator[None]:
     manager("sim").free()
     gc.collect()
     gc.disable()
-    _elsewhere.update(hostbuffer._pages)
+    _elsewhere.update(weight_pages())
     yield
     gc.enable()
     assert sim.stats().allocated_bytes == 0, "what no pipeline refers to has left the device"
     manager("sim").free()
-    assert set(hostbuffer._pages) <= _elsewhere, "no copy is left in RAM"
+    assert set(weight_pages()) <= _elsewhere, "no copy is left in RAM"
     assert not manager("sim").report().units
     _elsewhere.clear()
 
 
 def pages_in_ram() -> int:
     """All that lies in RAM, windows included, but for what other tests have left there."""
-    return sum(pages.nbytes for address, pages in hostbuffer._pages.items() if address not in _elsewhere)
+    return sum(nbytes for address, nbytes in weight_pages().items() if address not in _elsewhere)
 
 
 def check_books(sim: ModuleType) -> None:

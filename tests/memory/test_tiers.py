@@ -19,6 +19,7 @@ from ballast.pipelines import Pipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from selection import few
+from streamed_models import weight_pages
 from torch import nn
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 4, "guidance": 1.0}
@@ -56,7 +57,7 @@ def bench(tiny_folders: Folders, sim: ModuleType) -> Bench:
 
 def pages() -> int:
     """Bytes of RAM that weights and windows really take."""
-    return sum(each.nbytes for each in hostbuffer._pages.values())
+    return sum(weight_pages().values())
 
 
 @pytest.mark.parametrize("vram_share", few([0, 0.3, 0.7, 1], 0, 0.3))

@@ -18,6 +18,7 @@ from ballast.memory.engine.placement import Placement
 from ballast.memory.planning.fit import sizes_in, sizes_of, streamed_layout
 from ballast.memory.planning.solver import Layout, Loads, place
 from ballast.memory.vocabulary import PlacementName
+from ballast.memory.weights import direct, hostbuffer
 from ballast.memory.weights.groups import CallOrder, divide
 from ballast.memory.weights.stored import Stored, stored_tensors
 from ballast.memory.weights.structure import parameter_refs
@@ -249,3 +250,12 @@ def on_device(value: Any) -> Any:
 
 def output(module: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
     return run(module, **{key: on_device(value) for key, value in arguments.items()})[0].cpu()
+
+
+def weight_pages() -> dict[int, int]:
+    """Return the bytes of each buffer in RAM that holds weights or a window, by its address.
+
+    The chunks of reader threads are left out: there are some only where the page cache has lost a file.
+    """
+    chunk = direct.chunk_bytes(0)
+    return {address: pages.nbytes for address, pages in hostbuffer._pages.items() if pages.nbytes != chunk}

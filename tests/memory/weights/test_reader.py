@@ -26,6 +26,7 @@ from ballast.pipelines.files.components import Component, read_components, read_
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from streamed_models import weight_pages
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -298,13 +299,13 @@ def test_error_in_the_middle_leaves_nothing(
 
     monkeypatch.setattr(reader, "_read_exactly", failing)
     gc.collect()
-    before = set(hostbuffer._pages)
+    before = set(weight_pages())
     unit = odd_unit(path, never)
     with pytest.raises(type(error)):
         unit.load()
     assert_untouched(unit)
     gc.collect()
-    assert set(hostbuffer._pages) == before
+    assert set(weight_pages()) == before
     monkeypatch.undo()
     unit.load()
     assert_same(unit.module, Odd())
@@ -322,7 +323,7 @@ def test_a_stop_between_two_batches_leaves_nothing(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     gc.collect()
-    before = set(hostbuffer._pages)
+    before = set(weight_pages())
     unit = odd_unit(path, never)
     with pytest.raises(KeyboardInterrupt):
         unit.load(stop)
@@ -330,7 +331,7 @@ def test_a_stop_between_two_batches_leaves_nothing(tmp_path: Path, monkeypatch: 
     assert len(batches_read) <= 2 * reader.RAM_THREADS, "those that were under way"
     assert_untouched(unit)
     gc.collect()
-    assert set(hostbuffer._pages) == before
+    assert set(weight_pages()) == before
     seen.clear()
     unit.load(seen.append)
     assert seen == sorted(seen) and len(seen) > 2
