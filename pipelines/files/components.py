@@ -27,6 +27,7 @@ from ...memory.weights.stored import (
 from ...memory.weights.unit import ManagedModel
 from .building import leave_weights, on_meta, only_tiled
 from .keys import key_text
+from .neighborhood import attend_in_blocks
 from .places import weight_files
 from .placing import read_whole
 from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
@@ -151,6 +152,7 @@ class Component:
             module: Any = self._structure()
         leave_weights(module)
         norm_in_forward(module)
+        attend_in_blocks(module)
         if only_tiled(module):
             module.enable_tiling()
         keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())

@@ -1,0 +1,103 @@
+"""Neighborhood attention of a video in blocks: exact, in memory that grows with the length and not with its square.
+
+diffusers' own processor for any device makes a mask of all positions by all others. For 121 frames of 512 x 704 pixels
+that of LTX-2.5's decoder would have 7 TB.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_OWN = "LTX2VideoVaeNeighborhoodAttnProcessor"  # of diffusers, the one that runs anywhere
+_BLOCK = 8  # positions along each axis that attend at once
+_ALL = slice(None)  # of the batch
+
+
+class NeighborhoodInBlocks:
+    """Attends as diffusers' processor does: each position to the `kernel_size` around it, moved inward at borders."""
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, block_mask: None = None) -> torch.Tensor:
+        """Return the attention of hidden states [B,T,H,W,C], a block of positions at a time."""
+        query, key, value = attn.project_qkv(hidden_states)  # [B,T,H,W,heads,C/heads]; the query is scaled
+        made = torch.empty_like(value)
+        axes = [list(_spans(n, k)) for n, k in zip(hidden_states.shape[1:4], attn.kernel_size, strict=True)]
+        masks: dict[Any, torch.Tensor] = {}
+        for block in itertools.product(*axes):
+            shape = tuple(span.shape for span in block)
+            if shape not in masks:
+                masks[shape] = _mask([span.seen(value.device) for span in block])
+            at, near = (_ALL, *(span.attending for span in block)), (_ALL, *(span.near for span in block))
+            found = nn.functional.scaled_dot_product_attention(
+                _of_heads(query[at]),
+                _of_heads(key[near]),
+                _of_heads(value[near]),
+                attn_mask=masks[shape],
+                scale=1.0,
+            )
+            made[at] = found.transpose(1, 2).unflatten(1, [span.end - span.begin for span in block])
+        return attn.to_out[0](made.flatten(4))  # type: ignore[no-any-return]
+
+
+def attend_in_blocks(module: nn.Module) -> None:
+    """Let neighborhood attention within a module run in blocks, where it would take diffusers' own for any device."""
+    for layer in module.modules():
+        if type(getattr(layer, "processor", None)).__name__ == _OWN:
+            layer.processor = NeighborhoodInBlocks()  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The positions from `begin` to `end` along an axis of `length`, each of which sees `size` of them."""
+
+    begin: int
+    end: int
+    length: int
+    size: int
+
+    def _first_seen(self, position: int) -> int:
+        return min(max(position - self.size // 2, 0), self.length - self.size)
+
+    @property
+    def attending(self) -> slice:
+        """The positions that attend."""
+        return slice(self.begin, self.end)
+
+    @property
+    def near(self) -> slice:
+        """The positions that any of them sees."""
+        return slice(self._first_seen(self.begin), self._first_seen(self.end - 1) + self.size)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The first that each position sees, counted from the first of all: spans of one shape have one mask."""
+        first = self._first_seen(self.begin)
+        return tuple(self._first_seen(position) - first for position in range(self.begin, self.end))
+
+    def seen(self, device: torch.device) -> torch.Tensor:
+        """Return which of the positions that any sees each one sees, [positions, seen]."""
+        first = torch.tensor(self.shape, device=device).unsqueeze(1)
+        all_seen = torch.arange(self.shape[-1] + self.size, device=device)
+        return (all_seen >= first) & (all_seen < first + self.size)
+
+
+def _spans(length: int, size: int) -> Iterator[_Span]:
+    for begin in range(0, length, _BLOCK):
+        yield _Span(begin, min(begin + _BLOCK, length), length, min(size, length))
+
+
+def _mask(axes: list[torch.Tensor]) -> torch.Tensor:
+    """Return which positions see which others, [positions, seen], of masks along three axes."""
+    t, h, w = axes
+    seen = t[:, None, None, :, None, None] & h[None, :, None, None, :, None] & w[None, None, :, None, None, :]
+    return seen.flatten(3).flatten(0, 2)
+
+
+def _of_heads(part: torch.Tensor) -> torch.Tensor:
+    """[B,T,H,W,heads,C] -> [B,heads,T*H*W,C]."""
+    return part.flatten(1, 3).transpose(1, 2)
