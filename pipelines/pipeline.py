@@ -39,7 +39,7 @@ from .stages import sample as sampling
 from .stages.batch_runs import BatchRuns, Item, Latents, Made
 from .stages.encode import check_text_options, encode_text, encoding_of, text_of
 from .stages.image_conditioning import plan_image_encoding
-from .stages.vae_stages import decode_sound, pixels_of, vae_run
+from .stages.vae_stages import decode_pictures, decode_sound, pixels_of, vae_run
 from .stock.sound import DECODING_SOUND, Sound
 
 StageName = Literal["encode", "sample", "decode"]
@@ -412,7 +412,7 @@ class Pipeline:
         self.check_latents(latents)
         model = self.model
         model.decode_arguments(latents, arguments, "whole", 0)  # unknown ones are refused before anything is loaded
-        pixels = vae_run(model, self.runner, "decode", arguments, self.runner.vram_budget())(latents)
+        pixels = decode_pictures(model, self.runner, latents, arguments)
         check_finite(pixels, "the decoder made")
         return model.finish(to_images(model.colours(pixels), video=model.is_video))
 

@@ -138,6 +138,7 @@ class Card:
         self.unknown_types: frozenset[torch.dtype] = frozenset()  # dtypes without kernels
         self.pages_above: int | None = None  # allocated bytes beyond this page over the bus, without an error
         self.fail_in = 0
+        self.times = 1  # for which each kernel counts: see `dry.counted`
         self.timed = False
         self.overhead = CardOverhead()
         self._library = 0  # of its bytes, those that are there
@@ -367,7 +368,7 @@ class Card:
             for span in writes:
                 self._check(span, start, True)
             flops = (self.attention_flops if kind == "attention" else None) or self.flops
-            seconds = operations / flops if flops else 0.0
+            seconds = self.times * operations / flops if flops else 0.0
             seconds += self._paging_seconds(reads + writes)
             stream.ready = end = start + seconds
             for span in reads:

@@ -61,6 +61,17 @@ def held_bytes() -> int:
     return state.card.allocated_bytes()
 
 
+@contextmanager
+def counted(times: int) -> Iterator[None]:
+    """Count operations `times` times on the card of the present dry run, for calls that it makes only once."""
+    card = state.card
+    outer, card.times = card.times, card.times * times
+    try:
+        yield
+    finally:
+        card.times = outer
+
+
 class _Operators(Uncompiled):
     """A mode that sends operators making a tensor on `meta` to the card's handlers, even without a card tensor."""
 

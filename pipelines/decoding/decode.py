@@ -29,6 +29,7 @@ from ...memory.sizes import format_bytes
 from ...memory.striped import StripedForecast
 from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import to_host
+from ..sampling.latents import GENERATOR, generator_in
 from .policy import SHARES, Way, WayName, choose, less
 from .precision import full_float32
 from .tiling import can_tile, set_tiling
@@ -324,8 +325,13 @@ def _call(
 def run_decoder(
     module: torch.nn.Module, latents: torch.Tensor, device: torch.device, arguments: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Decode latents to pixels, by a VAE whose weights are on the device."""
+    """Decode latents to pixels, by a VAE whose weights are on the device.
+
+    A generator may be given by its state: each try to decode then draws the same noise.
+    """
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    if isinstance(state := arguments.get(GENERATOR), torch.Tensor):
+        moved[GENERATOR] = generator_in(state)
     decode: Callable[..., Any] = module.decode  # type: ignore[assignment]
     pixels = decode(latents.to(device, torch.float32), **moved, return_dict=False)[0]
     return pixels.transpose(1, 2) if type(module).__name__ in _FRAMES_FIRST else pixels

@@ -14,7 +14,15 @@ import torch
 
 from ...memory.files import cache_home, replace_file
 from ..encoding.conditioning import to_host
-from ..sampling.latents import WrongLatentsError, check_finite, check_latents, note_sound, sound_of
+from ..sampling.latents import (
+    WrongLatentsError,
+    check_finite,
+    check_latents,
+    noise_of,
+    note_noise,
+    note_sound,
+    sound_of,
+)
 from ..sampling.step_range import StepRange, left_by, mark
 
 log = logging.getLogger("ballast")
@@ -22,6 +30,7 @@ log = logging.getLogger("ballast")
 _STEPS = "ballast_steps"  # of latents that a run left early: start, end and number of its steps, dtypes
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, None)}
 _SOUND = "ballast_sound_{}"  # the tensor of the sound of each video, which ComfyUI's own nodes do not read
+_NOISE = "ballast_noise_{}"  # the state of the generator that the decoder draws noise of
 _LONGEST = 200  # bytes of a name, of 255 that file systems take
 
 
@@ -41,6 +50,7 @@ def save_latents(latents: torch.Tensor, path: Path, metadata: Mapping[str, str] 
     # An empty tensor of this name says that they are not scaled.
     tensors = {"latent_tensor": latents.detach().cpu().contiguous(), "latent_format_version_0": torch.tensor([])}
     tensors |= {_SOUND.format(i): each.detach().cpu().contiguous() for i, each in enumerate(sound_of(latents))}
+    tensors |= {_NOISE.format(i): state for i, state in enumerate(noise_of(latents))}
     facts = dict(metadata or {})
     if (left := left_by(latents)) is not None:
         facts[_STEPS] = f"{left.start} {left.end} {left.steps} {left.loop} {left.model}"
@@ -59,11 +69,14 @@ def load_latents(path: Path) -> torch.Tensor:
             left = (file.metadata() or {}).get(_STEPS)
             names = [name for i in range(len(latents)) if (name := _SOUND.format(i)) in file.keys()]  # noqa: SIM118
             sound = [to_host(file.get_tensor(name)) for name in names]
+            names = [name for i in range(len(latents)) if (name := _NOISE.format(i)) in file.keys()]  # noqa: SIM118
+            noise = [file.get_tensor(name) for name in names]
     except SafetensorError as error:
         raise ValueError(f"{path} is no latent, or damaged ({error}).") from error
     for each in (latents, *sound):
         check_latents(each)
     note_sound(latents, sound)
+    note_noise(latents, noise)
     if left is not None:
         try:
             *steps, loop, model = left.split()

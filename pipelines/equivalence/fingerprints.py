@@ -27,6 +27,7 @@ from ..stock.answers import closed, opened
 
 _LARGEST = 10.0  # of a value that counts: masks hold minus infinity
 _MOST_ELEMENTS = 2**24  # of a result that has values of its own
+_PEEKED = 64  # numbers
 _ROW = 2**16  # of noise: of more there are rows, each as much louder or softer, which costs no sine for each
 
 
@@ -36,6 +37,7 @@ class Echo:
     `build` makes its structure with parameters on `meta`, which each kind of call runs once, on shapes. `methods` are
     those of the module, beside `forward`, that are answered as one call. `calls` tells what came to the module itself:
     the method, and a number that follows from its tensors. `parts_called` names modules in it that were called alone.
+    `draws` says that a call drew noise of a generator that it was given.
     """
 
     def __init__(self, build: Callable[[], nn.Module], stand_ins: StandIns, methods: Sequence[str] = ()) -> None:
@@ -43,6 +45,7 @@ class Echo:
         vars(self.face)["_runs_on"] = torch.device("cpu")
         self.calls: list[tuple[str, float]] = []
         self.parts_called = set[str]()
+        self.draws = False
         self._shapes: dict[Any, Any] = {}
         self._noise = functools.lru_cache(maxsize=64)(_noise)
         lay_stand_ins(self._inner, stand_ins)
@@ -61,15 +64,17 @@ class Echo:
         leaves = tree_leaves((args, {name: value for name, value in kwargs.items() if name != "return_dict"}))
         heard = self._digest([value for value in leaves if isinstance(value, torch.Tensor)])
         heard += _number_of([value for value in leaves if isinstance(value, str | int | float)])
-        if not name:
-            self.calls.append((method, heard))
-        self.parts_called |= {name} if name else set()
         hooked = tuple(within for within, module in self.face.named_modules() if within and module._forward_hooks)
         key = name, method, hooked, kind_of(args, kwargs)
         if key not in self._shapes:
             called = getattr(self._inner.get_submodule(name), method)
             self._shapes[key] = self._run(called, hooked, args, kwargs)
-        answer, within = self._shapes[key]
+        answer, within, draws = self._shapes[key]
+        if draws:
+            heard += self._digest([_peek(one) for one in leaves if isinstance(one, torch.Generator)])
+        if not name:
+            self.calls.append((method, heard))
+        self.parts_called |= {name} if name else set()
         numbers = itertools.count(1 + len(tree_leaves(answer)))  # the answer has the first, with hooks and without
         for hooked_name, calls in within.items():
             for call in calls:
@@ -83,7 +88,7 @@ class Echo:
         return tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), shapes)
 
     def _run(self, called: Callable[..., Any], hooked: Sequence[str], args: Any, kwargs: Any) -> Any:
-        """Return the shapes of the answer, and of each hooked module's input and output."""
+        """Return the shapes of the answer, and of each hooked module's input and output, and whether it drew noise."""
         within: dict[str, list[Any]] = {}
         with ExitStack() as hooks, torch.inference_mode(), dry_card():
             for name in hooked:
@@ -93,8 +98,17 @@ class Echo:
 
                 hooks.enter_context(_removed(self._inner.get_submodule(name).register_forward_hook(keep)))
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), (args, kwargs))
+            before = tree_leaves((args, kwargs))
+            args, kwargs = tree_map_only(torch.Generator, torch.Generator.clone_state, (args, kwargs))
             made = opened(called(*args, **kwargs)), within
-            return tree_map_only(SimTensor, lambda tensor: tensor.raw, made)
+            pairs = [
+                pair
+                for pair in zip(before, tree_leaves((args, kwargs)), strict=True)
+                if isinstance(pair[0], torch.Generator)
+            ]
+            draws = any(not torch.equal(one.get_state(), other.get_state()) for one, other in pairs)
+            self.draws |= draws
+            return *tree_map_only(SimTensor, lambda tensor: tensor.raw, made), draws
 
     def _digest(self, tensors: Sequence[torch.Tensor]) -> float:
         """Return a number that depends smoothly on every value, so that rounding hardly changes it."""
@@ -140,6 +154,11 @@ class EchoOfEach(Echo):
     def _opened_answer(self, name: str, method: str, args: Any, kwargs: Any) -> Any:
         parts = in_parts(args, kwargs, self.dims, batch_of(args, kwargs, self.dims))
         return joined([super(EchoOfEach, self)._opened_answer(name, method, tuple(some), of) for some, of in parts])
+
+
+def _peek(generator: torch.Generator) -> torch.Tensor:
+    """Return noise that a generator would draw next, and leave it as it is."""
+    return torch.randn(_PEEKED, generator=generator.clone_state())
 
 
 @contextmanager

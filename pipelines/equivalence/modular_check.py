@@ -17,7 +17,7 @@ from ..encoding.pictures import Frames, as_stock, handed
 from ..encoding.prompts import Text
 from ..planning.forecasts import quietly
 from ..sampling.inputs import Inputs, Request
-from ..sampling.latents import check_decodable
+from ..sampling.latents import GENERATOR, check_decodable, noise_of, note_sound, sound_of
 from ..stock.answers import NotSeenError, opened
 from ..stock.blocks import run_blocks
 from ..stock.stand_ins import Steps
@@ -83,8 +83,8 @@ class _Run:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `denoise`, each time new."""
-        model, side = self.model, -(-_SIDE // self.model.sizes.multiple) * self.model.sizes.multiple
-        width, height = (2 * side, side) if self.small else (None, None)
+        model = self.model
+        width, height = (2 * self.side, self.side) if self.small else (None, None)
         frames = model.fewest_frames() if self.short and model.frames else None
         request = Request(width, height, self.steps or model.default_steps, self.scale, frames)
         strength = _STRENGTH if model.inputs and "strength" in model.sample_inputs else None
@@ -92,11 +92,16 @@ class _Run:
         return arguments | {"generator": torch.Generator("cpu").manual_seed(_SEED), "latents": None}
 
     @property
+    def side(self) -> int:
+        """The pixels of a small picture's shorter side."""
+        sizes = self.model.sizes
+        return -(-max(_SIDE, sizes.least) // sizes.multiple) * sizes.multiple
+
+    @property
     def pictures(self) -> dict[str, tuple[torch.Tensor, ...]]:
         """The pictures that the model is given."""
-        side, names = -(-_SIDE // self.model.sizes.multiple) * self.model.sizes.multiple, self.model.inputs
         frames = range(self.model.fewest_frames())
-        made = {name: picture_for(side, name) for name in names}
+        made = {name: picture_for(self.side, name) for name in self.model.inputs}
         return {n: Frames(one.roll(at, 0) for at in frames) if n in VIDEOS else (one,) for n, one in made.items()}
 
     def whole(self, modules: Modules) -> torch.Tensor:
@@ -126,11 +131,13 @@ class _Run:
         see = functools.partial(_see, modules)
         answers = model.encode_images(cond, self.arguments(), see) if self.looks else None
         denoisers = {unit.name: modules[unit.name] for unit in model.denoisers}
-        latents = model.denoise(cond, self.arguments(), None, _HOST, denoisers, answers).float()
+        drawn = model.denoise(cond, self.arguments(), None, _HOST, denoisers, answers)
+        latents, noise = drawn.float(), dict(zip([GENERATOR], noise_of(drawn), strict=False))
+        note_sound(latents, sound_of(drawn))
         model.latent_dimensions = latents.ndim
         check_decodable(model, latents)
         check_sound(model.sound, latents, modules, next(iter(self.heard), None))
-        pixels = run_decoder(modules["vae"], latents, _HOST, model.decode_arguments(latents, {}, "whole", 0))
+        pixels = run_decoder(modules[model.decoder.name], latents, _HOST, noise)
         pictures = to_images(model.colours(pixels.float()), video=model.is_video)
         return (pictures * 255).round() / 255 if self.output == "pil" else pictures
 
@@ -187,7 +194,14 @@ def _compare_all(run: _Run) -> Verdict:
     if len({each.tail for each in found}) > 1:
         return Verdict("its call changes what its VAE decodes, in more than one way")
     parts = {unit.name: part for unit in model.encoders for part in echoes[unit.name].parts_called}
-    return replace(found[0], dimensions=model.latent_dimensions, looks=run.looks, needs=needs, parts=parts)
+    return replace(
+        found[0],
+        dimensions=model.latent_dimensions,
+        looks=run.looks,
+        needs=needs,
+        parts=parts,
+        draws=echoes[model.decoder.name].draws,
+    )
 
 
 def _calls_several(echo: Echo) -> bool:

@@ -41,7 +41,7 @@ class Verdict:
     stock call fails, or the guider of blocks that fail without guidance, and `stock_failed` says that it did. `sound`
     are the calls that make the sound of its latents, such as "audio_vae.decode", and `sound_tail` names what is done
     with the result of the last. The stages run these, too. `parts` are those of encoders, by name, that blocks call in
-    place of the whole.
+    place of the whole. `draws` says that the decoder draws noise of the run's generator.
     """
 
     differs: str = ""
@@ -56,11 +56,15 @@ class Verdict:
     sound: tuple[str, ...] = ()
     sound_tail: str = ""
     parts: Mapping[str, str] = field(default_factory=dict)
+    draws: bool = False
 
 
 def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns, kind: type[Echo] = Echo) -> dict[str, Echo]:
     """Return an echo of each unit, by name."""
-    methods = {unit.name: ("decode", "encode") if unit.name.endswith("vae") else () for unit in units}
+    methods = {}
+    for unit in units:
+        coding = unit.role == "vae" or unit.name.endswith("vae")
+        methods[unit.name] = [name for name in ("decode", "encode") if coding and hasattr(unit.module, name)]
     return {unit.name: kind(unit.skeleton, stand_ins, methods[unit.name]) for unit in units}
 
 
@@ -129,6 +133,7 @@ def _read(path: Path) -> Verdict | None:
         known = facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"])
         found = facts["own_size"] is True, str(facts["tail"]), facts["looks"] is True
         sound = {"sound": tuple(facts["sound"]), "sound_tail": facts["sound_tail"], "parts": dict(facts["parts"])}
+        sound |= {"draws": facts.get("draws") is True}
         verdict = Verdict(*known, *found, needs=dict(facts["needs"]), **sound)
         _ = TAILS[verdict.tail], SOUND_TAILS[verdict.sound_tail]
     except (OSError, ValueError, LookupError, TypeError):

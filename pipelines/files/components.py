@@ -66,7 +66,8 @@ def check_runs(dtype: torch.dtype, where: Path) -> None:
 class Component:
     """One entry of `model_index.json`. `dtype` None means the type that the files are stored in.
 
-    `config` is that of a module; of a tokenizer, what is set otherwise than in its files.
+    `config` is that of a module; of a tokenizer, what is set otherwise than in its files. `decodes` says that it makes
+    pictures of latents under another name than "vae".
     """
 
     name: str
@@ -74,6 +75,7 @@ class Component:
     cls: type
     dtype: torch.dtype | None = None
     config: dict[str, Any] = field(default_factory=dict, repr=False)
+    decodes: bool = False
 
     @property
     def is_module(self) -> bool:
@@ -85,7 +87,7 @@ class Component:
         for prefix, role in (("text_encoder", "text_encoder"), ("transformer", "transformer"), ("unet", "transformer")):
             if self.name.startswith(prefix):
                 return role  # type: ignore[return-value]
-        return "vae" if self.name == "vae" else "other"
+        return "vae" if self.name == "vae" or self.decodes else "other"
 
     @cached_property
     def files(self) -> tuple[list[Path], str | None]:

@@ -7,12 +7,15 @@ that of LTX-2.5's decoder would have 7 TB.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from ...memory.simulated.dry import counted
 
 _OWN = "LTX2VideoVaeNeighborhoodAttnProcessor"  # of diffusers, the one that runs anywhere
 _BLOCK = 8  # positions along each axis that attend at once
@@ -28,18 +31,23 @@ class NeighborhoodInBlocks:
         made = torch.empty_like(value)
         axes = [list(_spans(n, k)) for n, k in zip(hidden_states.shape[1:4], attn.kernel_size, strict=True)]
         masks: dict[Any, torch.Tensor] = {}
-        for block in itertools.product(*axes):
-            shape = tuple(span.shape for span in block)
+        blocks = list(itertools.product(*axes))
+        alike = Counter(map(_shape, blocks)) if hidden_states.is_meta else {}
+        for block in blocks:
+            shape = _shape(block)
+            if shape in masks and alike:
+                continue  # a dry run has counted it with the first of its shape
             if shape not in masks:
                 masks[shape] = _mask([span.seen(value.device) for span in block])
             at, near = (_ALL, *(span.attending for span in block)), (_ALL, *(span.near for span in block))
-            found = nn.functional.scaled_dot_product_attention(
-                _of_heads(query[at]),
-                _of_heads(key[near]),
-                _of_heads(value[near]),
-                attn_mask=masks[shape],
-                scale=1.0,
-            )
+            with counted(alike.get(shape, 1)):
+                found = nn.functional.scaled_dot_product_attention(
+                    _of_heads(query[at]),
+                    _of_heads(key[near]),
+                    _of_heads(value[near]),
+                    attn_mask=masks[shape],
+                    scale=1.0,
+                )
             made[at] = found.transpose(1, 2).unflatten(1, [span.end - span.begin for span in block])
         return attn.to_out[0](made.flatten(4))  # type: ignore[no-any-return]
 
@@ -49,6 +57,29 @@ def attend_in_blocks(module: nn.Module) -> None:
     for layer in module.modules():
         if type(getattr(layer, "processor", None)).__name__ == _OWN:
             layer.processor = NeighborhoodInBlocks()  # type: ignore[assignment]
+
+
+def least_latents(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the fewest latent frames, rows and columns that the decoder of this config takes: 1 each of any other.
+
+    No axis may be shorter than the neighborhood on it. The decoder repeats the last frame as often as the first
+    neighborhood reaches, until it denoises.
+    """
+    if not (kernels := config.get("decoder_stage_kernels")):
+        return 1, 1, 1
+    strides, last = config["decoder_upsample_strides"], config["decoder_stage5_kernel"]
+
+    def fits(axis: int, size: int) -> bool:
+        repeated = kernels[0][0] // 2 * 2 if axis == 0 else 0
+        now = size + repeated
+        for kernel, stride in zip(kernels, strides, strict=True):
+            if now < kernel[axis]:
+                return False
+            now = now * stride[axis] - (axis == 0 and stride[axis] == 2)
+        return bool(now - repeated * config["temporal_compression_ratio"] >= last[axis])
+
+    frames, rows, columns = (next(n for n in itertools.count(1) if fits(axis, n)) for axis in range(3))
+    return frames, rows, columns
 
 
 @dataclass(frozen=True)
@@ -84,6 +115,10 @@ class _Span:
         first = torch.tensor(self.shape, device=device).unsqueeze(1)
         all_seen = torch.arange(self.shape[-1] + self.size, device=device)
         return (all_seen >= first) & (all_seen < first + self.size)
+
+
+def _shape(block: tuple[_Span, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(span.shape for span in block)
 
 
 def _spans(length: int, size: int) -> Iterator[_Span]:

@@ -47,6 +47,7 @@ class LoopModel(ABC):
     sound: SoundDecoder | None = None
     latent_dimensions = 4
     decodes_to_host = False
+    decoder_draws = False
     batch_dims: Mapping[str, int] = MappingProxyType({})
     cond_dims: Dims = MappingProxyType({})
     stand_ins: Mapping[tuple[str, str], Any] = MappingProxyType({})
@@ -95,6 +96,11 @@ class LoopModel(ABC):
         answers: Answers | None = None,
     ) -> torch.Tensor:
         """Return latents as the decoder takes them, on any device, made by these transformers."""
+
+    @property
+    def picture_encoder(self) -> ManagedModel:
+        """The unit that encodes pictures to latents."""
+        return self.decoder
 
     @property
     def forecaster(self) -> Forecaster:

@@ -54,6 +54,7 @@ class Model(Protocol):
     default_steps: int
     latent_dimensions: int
     decodes_to_host: bool  # whether what is decoded leaves the device part by part
+    decoder_draws: bool  # whether the decoder draws noise of the run's generator
     batch_dims: BatchDims  # arguments of the transformer whose batch is not their first dimension
     cond_dims: Dims
     stand_ins: StandIns  # for code that reads values, of which a dry run has none
@@ -71,6 +72,10 @@ class Model(Protocol):
     @property
     def default_guidance(self) -> float | None:
         """The guidance of a run where none is given; None for that of the stock pipeline."""
+
+    @property
+    def picture_encoder(self) -> ManagedModel:
+        """The unit that encodes pictures to latents."""
 
     @property
     def forecaster(self) -> Forecaster:

@@ -17,7 +17,8 @@ from ...memory.striped import StripedForecast
 from ...memory.weights.unit import ManagedModel
 from ..decoding.decode import Call, run_decoder, run_encoder
 from ..decoding.policy import WayName
-from ..decoding.tiling import first_tile
+from ..decoding.tiling import first_tile, set_tiling
+from ..sampling.latents import GENERATOR
 from . import forecast_cache
 from .forecasts import Forecaster, quietly, shape_of, shapes_in
 
@@ -98,7 +99,9 @@ class VaeForecasts:
         """Return the forecast by a dry run, with `tile` for tiles, and the result, which has a shape only."""
         module = self._vae.skeleton()
         sample = self._sample(tensor)
-        if tile:
+        if tile and GENERATOR in self._arguments(tensor, "tiles"):
+            set_tiling(module, True)  # what such a decoder does before its tiles is no part of one
+        elif tile:
             sample = first_tile(module, sample, pixels=self._method == "encode")
         call = functools.partial(_on, self.call, module, sample)
         forecast, result = self._forecaster.dry_run({self._vae.name: module}, call, method=self._method)
@@ -146,7 +149,7 @@ def vae_forecasts(
     if method == "encode":
         way_of = {"by": getattr(encode, "__name__", type(encode).__name__)}
         return VaeForecasts(
-            model.forecaster, method, model.decoder, encode, lambda *_: way_of, moves_out=model.decodes_to_host
+            model.forecaster, method, model.picture_encoder, encode, lambda *_: way_of, moves_out=model.decodes_to_host
         )
 
     def arguments(latents: torch.Tensor, way: WayName) -> Mapping[str, Any]:

@@ -14,11 +14,14 @@ from .step_range import left_by
 
 if TYPE_CHECKING:
     from ..models.model import Model
+    from .batches import Generators
 
 _MOST = 2**31  # elements; 8 GiB in float32, where the latents of a picture of 16384 x 16384 have 256 MiB
 
 _MOST_DECIBELS = 99.0  # of latents that are alike
 _SOUND = "_ballast_sound"  # attribute of latents: those of the sound of each picture or video
+_NOISE = "_ballast_noise"  # attribute of latents: the states of the generators that their decoder draws noise of
+GENERATOR = "generator"  # the argument of a decoder that draws noise
 
 _NOT_FINITE = (
     "{what} NaN or infinite values, which would be a black picture. Run the models in bfloat16 or float32 instead of "
@@ -58,6 +61,28 @@ def sound_of(latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the latents of the sound of each picture or video; none where a copy was made that has no note of it."""
     found: tuple[torch.Tensor, ...] = getattr(latents, _SOUND, ())
     return found if len(found) == len(latents) else ()
+
+
+def note_noise(latents: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+    """Note on latents the states of the run's generators, one of each picture or one of all, as `noise_of` has them."""
+    if states:
+        setattr(latents, _NOISE, tuple(states))
+
+
+def noise_of(latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the states that generators had when the call was to decode; none where a copy was made without them."""
+    found: tuple[torch.Tensor, ...] = getattr(latents, _NOISE, ())
+    return found if len(found) in (1, len(latents)) else ()
+
+
+def states_of(drawing: Generators | None) -> list[torch.Tensor]:
+    """Return the states of generators, each uint8 [bytes]."""
+    return [one.get_state() for one in (drawing if isinstance(drawing, list) else [drawing]) if one is not None]
+
+
+def generator_in(state: torch.Tensor) -> torch.Generator:
+    """Return a new generator in this state."""
+    return torch.Generator("cpu").set_state(state)
 
 
 def decibels(latents: torch.Tensor, expected: torch.Tensor) -> float:

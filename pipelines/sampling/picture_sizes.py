@@ -15,11 +15,12 @@ Sides = tuple[int, int]  # rows and columns
 
 @dataclass(frozen=True)
 class PictureSizes:
-    """Sizes in pixels. `most` are the largest height and width; `area` holds where the sides differ."""
+    """Sizes in pixels: `least` of both sides, `most` of the height and the width, `area` where the sides differ."""
 
     multiple: int
     most: Sides | None = None
     area: int | None = None
+    least: int = 0
 
     def check(self, title: str, width: int | None, height: int | None) -> None:
         """Raise ValueError, in one line, for a size that the model `title` cannot draw. None is its own size."""
@@ -28,9 +29,10 @@ class PictureSizes:
             if size is None:
                 continue
             most = most and most // self.multiple * self.multiple
-            if size < self.multiple or size % self.multiple or (most and size > most):
-                near = max(self.multiple, round(size / self.multiple) * self.multiple)
-                reach = f" up to {most}" if most else ""
+            least = -(-max(self.least, self.multiple) // self.multiple) * self.multiple
+            if size < least or size % self.multiple or (most and size > most):
+                near = max(least, round(size / self.multiple) * self.multiple)
+                reach = (f" from {least}" if self.least else "") + (f" up to {most}" if most else "")
                 raise ValueError(
                     f"{key} is {size}; {title} takes multiples of {self.multiple}{reach}, such as "
                     f"{min(near, most or near)}."

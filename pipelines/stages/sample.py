@@ -29,7 +29,7 @@ from ..sampling.batches import Batch, batch_of
 from ..sampling.control import CONTROL
 from ..sampling.guidance_range import GUIDANCE_RANGE
 from ..sampling.kernels import AUTO, check_attention, kernels
-from ..sampling.latents import check_finite, check_latents, decibels, note_sound, sound_of
+from ..sampling.latents import check_finite, check_latents, decibels, noise_of, note_noise, note_sound, sound_of
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from ..sampling.scheduler_choice import SCHEDULER
 from ..sampling.step_cache import CACHE, StepCache
@@ -223,6 +223,7 @@ def sample(texts: Model, runner: Runner, cond: Conditioning, job: Job, on_step: 
     with torch.inference_mode(False):
         latents = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
         note_sound(latents, [sound for each in drawn for sound in sound_of(each)])
+        note_noise(latents, [state for each in drawn for state in noise_of(each)])
         if STEP_RANGE in job.arguments and (left := left_by(drawn[0])):
             mark(latents, left)
     check_finite(latents, "the transformer made")
@@ -382,6 +383,7 @@ def _on_host(latents: torch.Tensor, part: StepRange | None) -> torch.Tensor:
     """Return latents on the CPU in float32, with a mark if steps are left."""
     made = to_host(latents.float())
     note_sound(made, [to_host(sound) for sound in sound_of(latents)])
+    note_noise(made, noise_of(latents))
     if part is not None and part.ends_early:
         mark(made, replace(part, loop=latents.dtype))
     return made

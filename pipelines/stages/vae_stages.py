@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,13 @@ from ..encoding.conditioning import to_host
 from ..planning.plans import SEEING
 from ..planning.vae_forecasts import Method, vae_forecasts
 from ..runner import Runner, Stage
+from ..sampling.latents import GENERATOR, noise_of
 from ..stock.sound import DECODING_SOUND, Sound, SoundDecoder
 
 if TYPE_CHECKING:
     from ..models.model import Model, Modules
+
+log = logging.getLogger("ballast")
 
 
 def pixels_of(model: Model, image: torch.Tensor) -> torch.Tensor:
@@ -47,7 +51,7 @@ def vae_run(
     return VaeRun(
         "decode" if method == "decode" else SEEING,
         runner.manager,
-        model.decoder,
+        model.decoder if method == "decode" else model.picture_encoder,
         forecasts.call,
         {
             "alone": not settings.keep,
@@ -60,6 +64,26 @@ def vae_run(
         forecasts if planned or not runner.manager.accelerator.is_cpu else None,
         splits=not any(isinstance(value, torch.Tensor) for value in given.values()),
     )
+
+
+def decode_pictures(model: Model, runner: Runner, latents: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """Return the pixels of latents, float32 on the CPU. A decoder that draws goes on with the noise noted on them."""
+    room = runner.vram_budget()
+    if not model.decoder_draws or GENERATOR in given:
+        return vae_run(model, runner, "decode", given, room)(latents)
+    if not (states := noise_of(latents)):
+        log.warning(
+            "Ballast: %s draws noise to decode, and these latents no longer say which: that of seed 0 is used. Decode "
+            "latents as sample returned them, or loaded from a file that Ballast wrote.",
+            model.title,
+        )
+        states = (torch.Generator().manual_seed(0).get_state(),) * len(latents)
+    parts = latents.split(1) if len(states) == len(latents) else [latents]
+    made = [
+        vae_run(model, runner, "decode", {**given, GENERATOR: state}, room)(part)
+        for part, state in zip(parts, states, strict=True)
+    ]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def decode_sound(model: Model, runner: Runner, sound: SoundDecoder, latents: Sequence[torch.Tensor]) -> Sound:

@@ -213,15 +213,15 @@ def picture_sizes(pipe: Any, components: Mapping[str, Component], latent: int | 
     return PictureSizes(multiple_of(pipe, latent * patch), most or None)
 
 
-def fewest_frames(pipe: Any) -> int:
-    """Return the least number of frames that make more than one latent frame."""
+def fewest_frames(pipe: Any, latents: int = 2) -> int:
+    """Return the least number of frames that make more than one latent frame, or so many where it may choose."""
     step = _attribute(pipe, _TEMPORAL, 1)
     config = getattr(getattr(pipe, "transformer", None), "config", {})
     if chunks := config.get("chunk_partition"):  # of AnyFlow, whose transformer takes so many alone
         return 1 + (sum(chunks) - 1) * step
     if fixed := config.get(_FIXED):
         return int(fixed)
-    return 1 + step if _first_alone(pipe) else 2 * step
+    return 1 + (latents - 1) * step if _first_alone(pipe) else latents * step
 
 
 def check_sections(pipe: Any, title: str, latents: torch.Tensor, frames: int | None) -> None:

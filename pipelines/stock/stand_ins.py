@@ -17,7 +17,7 @@ from torch import nn
 from ...memory.weights.unit import ManagedModel
 from ..sampling.batches import Generators, generators
 from ..sampling.cache_decisions import Moment
-from ..sampling.latents import StepCheck, check_noise, note_sound
+from ..sampling.latents import GENERATOR, StepCheck, check_noise, note_noise, note_sound, states_of
 from ..sampling.step_range import StepRange
 from .answers import Telling
 from .signatures import returned_names
@@ -131,8 +131,9 @@ class PartCaller:
 class StandInVae(StandIn):
     """Stands in for a VAE while the transformer runs, and catches what it is asked to decode.
 
-    What it is asked to encode, `ask` answers. Where sound is decoded `after` the pictures, its decoder is handed what
-    the VAE was to decode, and the call goes on to it with pictures of one pixel.
+    What it is asked to encode, `ask` answers. The state of a generator that it is given is noted on the latents. Where
+    sound is decoded `after` the pictures, its decoder is handed what the VAE was to decode, and the call goes on to it
+    with pictures of one pixel.
     """
 
     def __init__(self, *args: Any, after: StandInSound | None = None) -> None:
@@ -142,6 +143,7 @@ class StandInVae(StandIn):
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         from diffusers.models.autoencoders.vae import DecoderOutput
 
+        note_noise(latents, states_of(kwargs.get(GENERATOR)))
         if self._after is None or self._after.pictures is not None:
             raise DecodeCalledError(latents)
         self._after.pictures = latents

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....memory.weights.unit import ManagedModel
 from ...decoding.policy import WayName
 from ...encoding.conditioning import Conditioning, is_embeddings
 from ...encoding.pictures import Frames, Pictures, as_handed, as_stock, handed
@@ -144,6 +145,7 @@ class DiffusersModel:
     sound: SoundDecoder | None = None
     latent_dimensions = 4
     decodes_to_host = False
+    decoder_draws = False
     batch_dims: Mapping[str, int] = MappingProxyType({})
     cond_dims: Dims = MappingProxyType({})
     stand_ins: Mapping[tuple[str, str], Any] = MappingProxyType({})
@@ -187,6 +189,11 @@ class DiffusersModel:
         self._task_of: weakref.ref[DiffusersModel] | None = None  # the model that encodes the prompt, for a task
         for unit in self.denoisers:
             unit.batch_dims = self.batch_dims
+
+    @property
+    def picture_encoder(self) -> ManagedModel:
+        """The unit that encodes pictures to latents."""
+        return self.decoder
 
     @property
     def forecaster(self) -> Forecaster:

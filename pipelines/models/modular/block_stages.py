@@ -8,6 +8,8 @@ from typing import Any
 
 from ...files.components import Component
 
+VAE = "vae"  # what nearly all blocks call the module that makes pictures of latents
+
 
 @dataclass(frozen=True)
 class BlockStages:
@@ -37,8 +39,22 @@ def stages_of(blocks: Any, given: Collection[str], components: Mapping[str, Comp
     chosen = blocks.get_execution_blocks(**defaults | dict.fromkeys(given, True))
     leaves = tuple(chosen.sub_blocks.values()) if chosen is not None and chosen.sub_blocks else (chosen,)
     texts = {name for name, component in components.items() if _reads_text(component)}
-    last = max((n for n, each in enumerate(leaves) if texts & asked([each]) and "vae" not in asked([each])), default=-1)
+    last = max((n for n, each in enumerate(leaves) if texts & asked([each]) and VAE not in asked([each])), default=-1)
     return BlockStages(leaves[: last + 1], leaves[last + 1 :])
+
+
+def decoder_of(blocks: Any, components: Mapping[str, Component]) -> str:
+    """Return the name of the component that makes pictures of latents: "vae" where blocks after the loop ask for it.
+
+    Else it is the first of theirs that decodes, such as LTX-2.5's `diffusion_decoder`.
+    """
+    steps = list(blocks.sub_blocks.values())
+    samples = [any(name in components and components[name].role == "transformer" for name in asked([s])) for s in steps]
+    last = max((n for n, one in enumerate(samples) if one), default=len(steps))
+    found = [
+        spec.name for s in steps[last + 1 :] for spec in s.expected_components if hasattr(spec.type_hint, "decode")
+    ]
+    return found[0] if found and VAE not in found else VAE
 
 
 def asked(blocks: Collection[Any]) -> set[str]:

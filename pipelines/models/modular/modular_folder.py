@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,6 +14,7 @@ from ...files.components import Component, read_components
 from ...files.recognition import MODULAR_INDEX
 from ...files.single.given import GivenFiles
 from ...files.trust import named_class
+from .block_stages import VAE, decoder_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class ModularFolder:
     """The pipeline class that a folder names, its blocks, and the components that lie in the folder.
 
     `missing` are components that the index names and the folder lacks, by name, with the repositories that have them.
-    `config` are the values that the index has for the blocks' own settings.
+    `config` are the values that the index has for the blocks' own settings, and `decoder` names the component that
+    makes pictures of latents.
     """
 
     folder: Path
@@ -30,6 +32,7 @@ class ModularFolder:
     components: Mapping[str, Component]
     missing: Mapping[str, str]
     config: Mapping[str, Any]
+    decoder: str
 
 
 def read_modular(folder: Path, dtype: torch.dtype | None, files: GivenFiles | None = None) -> ModularFolder:
@@ -61,9 +64,12 @@ def read_modular(folder: Path, dtype: torch.dtype | None, files: GivenFiles | No
     if files:
         files.check_read(components.values())
     _leave_out_rewriting(blocks, components)
+    decoder = decoder_of(blocks, components)
+    if decoder in components and decoder != VAE:  # in float32, as any decoder
+        components[decoder] = replace(components[decoder], dtype=torch.float32, decodes=True)
     known = {spec.name for spec in blocks.expected_configs}
     config = {name: value for name, value in index.items() if name in known}
-    return ModularFolder(folder, pipeline_class, blocks, components, missing, config)
+    return ModularFolder(folder, pipeline_class, blocks, components, missing, config, decoder)
 
 
 def _leave_out_rewriting(blocks: Any, there: Collection[str]) -> None:

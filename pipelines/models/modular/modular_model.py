@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from ....memory.weights.unit import ManagedModel
+from ...decoding.policy import WayName
 from ...encoding.conditioning import Conditioning
 from ...encoding.pictures import Frames, Pictures, as_stock
 from ...encoding.prompts import COUNTS, Text, no_effect
 from ...equivalence.modular_check import prove_modular
 from ...equivalence.verdicts import Verdict
 from ...files.components import parse_dtype
+from ...files.neighborhood import least_latents
 from ...files.recognition import title_of
 from ...files.single.given import GivenFiles
 from ...lora.weight_names import Converters
@@ -32,6 +34,7 @@ from ...planning.forecasts import quietly
 from ...sampling.batches import for_batch
 from ...sampling.guider_choice import CHOICE, GUIDER, guider_for, guider_of
 from ...sampling.inputs import Inputs, Request
+from ...sampling.latents import GENERATOR
 from ...sampling.picture_sizes import PictureSizes
 from ...stock.answers import Answers
 from ...stock.blocks import run_blocks
@@ -55,7 +58,7 @@ from ..diffusers.diffusers_model import FRAMES
 from ..diffusers.folder_parts import HOST, SEEING, Components
 from ..loop_model import LoopModel
 from ..model import Embeddings, Modules, OnStep, See
-from .block_stages import BlockStages, asked, inputs_of, outputs_of, stages_of
+from .block_stages import VAE, BlockStages, asked, inputs_of, outputs_of, stages_of
 from .block_state import carried, restored
 from .modular_folder import ModularFolder, read_modular
 
@@ -112,9 +115,9 @@ class ModularModel(LoopModel):
         self.distilled = not self.guiders and _SCALE in self.sample_inputs
         units, asking = parts.units, asked(self.stages.sample[: self._decoding])
         self.encoders = [u for u in units.values() if u.name in self.stages.encoders and u.role in _ENCODE]
-        self._sampling = asking - {unit.name for unit in self.encoders} - {"vae", *SEEING}
+        self._sampling = asking - {unit.name for unit in self.encoders} - {VAE, source.decoder, *SEEING}
         self.set_sound(None)
-        self.decoder, self.decoder_config = units["vae"], dict(parts.components["vae"].config)
+        self.decoder, self.decoder_config = units[source.decoder], dict(parts.components[source.decoder].config)
         for block in self.stages.all:
             if hasattr(block, "set_progress_bar_config"):
                 block.set_progress_bar_config(disable=True)
@@ -129,7 +132,7 @@ class ModularModel(LoopModel):
             for spec in block.expected_components
             if spec.default_creation_method == "from_pretrained"
         ]
-        needed = {each for each in wanted if source.missing.get(each) or each.startswith(_NEEDED)}
+        needed = {n for n in wanted if source.missing.get(n) or n.startswith(_NEEDED) or n == source.decoder}
         if missing := sorted(needed - self._there):
             where = next((source.missing[each] for each in missing if source.missing.get(each)), "")
             raise FileNotFoundError(
@@ -139,7 +142,7 @@ class ModularModel(LoopModel):
         modules = {each for each, component in self.components.items() if component.is_module}
         if not modules & stages.encoders:
             raise ValueError(f"{name} has no blocks that encode a prompt, and cannot be staged. Use diffusers itself.")
-        if "vae" not in asked(stages.sample):
+        if source.decoder not in asked(stages.sample):
             raise ValueError(f"{name} decodes with no vae, and cannot be staged. Run it with diffusers itself.")
         if not any(self._is_denoiser(each) for each in asked(stages.sample)):
             raise ValueError(f"{name} has no blocks that denoise, and cannot be staged. Run it with diffusers itself.")
@@ -158,10 +161,10 @@ class ModularModel(LoopModel):
 
     @property
     def _decoding(self) -> int:
-        """The place among the blocks that sample of the one that decodes: the first with a VAE after the loop."""
+        """The place among the blocks that sample of the one that decodes: the first with the decoder after the loop."""
         blocks = self.stages.sample
         last = max(n for n, block in enumerate(blocks) if any(map(self._is_denoiser, asked([block]))))
-        return next((n for n in range(last + 1, len(blocks)) if "vae" in asked([blocks[n]])), len(blocks))
+        return next((n for n in range(last + 1, len(blocks)) if self.source.decoder in asked([blocks[n]])), len(blocks))
 
     @property
     def _fixed(self) -> set[str]:
@@ -214,6 +217,7 @@ class ModularModel(LoopModel):
         """Take what the comparison with its own call found."""
         self.left_out, self.latent_dimensions = verdict.left_out, verdict.dimensions
         self.tail, self.looks, self.must_guide = verdict.tail, verdict.looks, _GUIDER in verdict.needs
+        self.decoder_draws = verdict.draws
         self.set_sound(SoundDecoder.of(verdict.sound, verdict.sound_tail, self.folder_parts))
         self.called_parts = verdict.parts
         for name in verdict.parts:
@@ -243,7 +247,7 @@ class ModularModel(LoopModel):
 
     def fewest_frames(self) -> int:
         """Return the fewest frames that its VAE makes."""
-        return fewest_frames(self.pipeline(HOST, {})) if self.is_video else 1
+        return fewest_frames(self.pipeline(HOST, {}), max(2, self._least[0])) if self.is_video else 1
 
     # Its own pipeline
 
@@ -303,11 +307,21 @@ class ModularModel(LoopModel):
     def _is_guided(self, pipe: Any) -> bool:
         return any(getattr(pipe, name).num_conditions > 1 for name in self.guiders)
 
+    @property
+    def picture_encoder(self) -> ManagedModel:
+        """The unit that encodes pictures to latents: the VAE, beside which another may decode."""
+        return self.folder_parts.units.get(VAE, self.decoder)
+
     @functools.cached_property
     def sizes(self) -> PictureSizes:
         """The sizes that it draws."""
         pipe = self.pipeline(HOST, {})
-        return picture_sizes(pipe, self.components, latent=min(spatial_factors(pipe), default=None))
+        latent = min(spatial_factors(pipe), default=None)
+        return replace(picture_sizes(pipe, self.components, latent), least=max(self._least[1:]) * (latent or 1))
+
+    @property
+    def _least(self) -> tuple[int, int, int]:
+        return least_latents(getattr(self.decoder.module, "config", {}))
 
     def converters(self) -> Converters:
         """Return no names: those of its files are the modules'."""
@@ -463,6 +477,8 @@ class ModularModel(LoopModel):
             if self.frames is None or self.frames not in taken:
                 raise ValueError(f"{self.title} makes pictures, not videos: leave frames out.")
             check_frames(self.pipeline(HOST, {}), self.title, request.frames)
+            if self._least[0] > 1 and request.frames < self.fewest_frames():
+                raise ValueError(f"frames is {request.frames}; {self.title} takes {self.fewest_frames()} or more.")
             arguments[self.frames] = request.frames
         return arguments
 
@@ -535,6 +551,12 @@ class ModularModel(LoopModel):
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
 
     # Decode
+
+    def decode_arguments(
+        self, latents: torch.Tensor, given: Mapping[str, Any], way: WayName, room_bytes: int
+    ) -> Mapping[str, Any]:
+        """Return the arguments that are given, and noise of seed 0 for a decoder that draws where none is."""
+        return {GENERATOR: torch.Generator().manual_seed(0).get_state(), **given} if self.decoder_draws else given
 
     def colours(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return pixels in -1..1. Those of MiniMax-H3's VAE have a mean and a deviation, which its pipeline tells."""

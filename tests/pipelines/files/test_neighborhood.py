@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from ballast.pipelines.files.neighborhood import NeighborhoodInBlocks, attend_in_blocks
+from ballast.pipelines.files.neighborhood import NeighborhoodInBlocks, attend_in_blocks, least_latents
+from diffusers import LTX2VideoDiffusionDecoderModel
 from diffusers.models.autoencoders import ltx2_diffusion_decoder as diffusers_decoder
 from torch.nn.attention import flex_attention
 
@@ -26,3 +29,32 @@ def test_blocks_attend_as_diffusers_does(
         assert isinstance(attention.processor, NeighborhoodInBlocks)
         assert attention.build_block_mask(hidden) is None
         torch.testing.assert_close(attention(hidden), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"decoder_stage_kernels": ((3, 3, 3),) * 4, "decoder_stage5_kernel": (3, 3, 3)},
+        {"decoder_stage_kernels": ((3, 5, 7), (5, 3, 9), (3, 3, 3), (3, 3, 3)), "decoder_stage5_kernel": (11, 9, 17)},
+        {},
+    ],
+)
+def test_the_least_is_what_the_decoder_takes(axis: int, sizes: dict[str, Any]) -> None:
+    """One less on any axis fails, one more does not; with the published strides and kernels, too."""
+    narrow = {
+        "latent_channels": 4,
+        "decoder_head_dim": 8,
+        "decoder_stage_channels": (32, 16, 8, 8, 8),
+        "decoder_upsample_channel_reductions": (2, 2, 1, 1),
+        "decoder_stage_depths": (1,) * 5,
+    }
+    with torch.device("meta"):
+        decoder = LTX2VideoDiffusionDecoderModel(**narrow, **sizes)
+    attend_in_blocks(decoder)
+    least = list(least_latents(decoder.config))
+    decoder.decode(torch.empty(1, 4, *least, device="meta"))
+    if least[axis] > 1:
+        least[axis] -= 1
+        with pytest.raises(ValueError, match="at least its kernel size"):
+            decoder.decode(torch.empty(1, 4, *least, device="meta"))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import numpy as np
@@ -19,6 +20,7 @@ from diffusers import DiffusionPipeline, ModularPipeline
 from pictured import pipelines as pictured
 from pictured.pictures import picture
 from pipeline_classes import odd_pipelines
+from torch.nn.attention import flex_attention
 
 from . import newest
 
@@ -212,6 +214,8 @@ FAMILIES: dict[str, Family] = {
     "helios_image": Family("HeliosModularPipeline", newest.helios, **_MOVES),
     "ltx2": Family("LTX2ModularPipeline", newest.ltx2, **_VIDEO | {"size": (64, 32)}),
     "ltx2_image": Family("LTX2ModularPipeline", newest.ltx2, **_MOVES | {"size": (64, 32)}),
+    "ltx25": Family("LTX25ModularPipeline", newest.ltx25, **_VIDEO | {"size": (32, 16), "frames": 7}),
+    "ltx25_image": Family("LTX25ModularPipeline", newest.ltx25, **_MOVES | {"size": (32, 32), "frames": 3}),
     "minimax_h3": Family(
         "MiniMaxH3ModularPipeline", newest.minimax_h3, workflow="t2va", size=(64, 32), frames=124, guides=False
     ),
@@ -235,7 +239,6 @@ REFUSED: dict[str, tuple[Family, str]] = {
         Family("Ideogram4ModularPipeline", newest.ideogram4, guides=False),
         "its blocks call parts of its text_encoder by themselves",
     ),
-    "ltx25": (Family("LTX25ModularPipeline", newest.ltx25, **_VIDEO), "decodes with no vae"),
 }  # fmt: skip
 
 
@@ -296,15 +299,17 @@ def stock(
     if getattr(pipe, "prompt_upsampler", True) is None:  # FLUX.3's own way to encode a prompt as given
         pipe._blocks.sub_blocks.pop("prompt_upsampler")
     seen: list[torch.Tensor] = []
-    decode = pipe.vae.decode
+    decoder = getattr(pipe, "diffusion_decoder", None) or pipe.vae
+    decode = decoder.decode
 
     @functools.wraps(decode)
     def recorded(z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(z.detach().clone())
         return decode(z, *args, **kwargs)
 
-    pipe.vae.decode = recorded
-    made = pipe(generator=torch.Generator("cpu").manual_seed(0), **{"output_type": "pt"} | inputs)
+    decoder.decode = recorded
+    with mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True):  # which takes 40 s
+        made = pipe(generator=torch.Generator("cpu").manual_seed(0), **{"output_type": "pt"} | inputs)
     pictures = made.get("videos") if made.get("videos") is not None else made.get("images")
     (latents,) = seen
     if isinstance(pictures, list) and isinstance(pictures[0], torch.Tensor):

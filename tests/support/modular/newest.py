@@ -207,11 +207,13 @@ def ltx25() -> Parts:
             decoder_head_dim=8,
             decoder_stage_channels=(16, 16, 16, 16, 16),
             decoder_stage_depths=(1, 1, 1, 1, 1),
-            decoder_upsample_strides=((1, 2, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+            decoder_stage_kernels=((3, 3, 3),) * 4,
+            decoder_stage5_kernel=(3, 3, 3),
+            decoder_upsample_strides=((1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 2, 2)),
             decoder_upsample_channel_reductions=(1, 1, 1, 1),
             decoder_t_emb_dim=16,
             spatial_compression_ratio=2,
-            temporal_compression_ratio=1,
+            temporal_compression_ratio=2,
         )
     }
 
