@@ -203,7 +203,7 @@ def zimage() -> DiffusionPipeline:
     return diffusers.ZImagePipeline(
         scheduler=flow(),
         vae=autoencoder(),
-        text_encoder=transformers.Qwen3Model(transformers.Qwen3Config(**decoder_sizes(layers=28, head_dim=8))),
+        text_encoder=transformers.Qwen3Model(transformers.Qwen3Config(**decoder_sizes(layers=3, head_dim=8))),
         tokenizer=tokenizer(chat=True),
         transformer=transformer,
     )

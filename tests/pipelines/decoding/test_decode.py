@@ -31,6 +31,7 @@ from comfy.cli_args import args
 from conftest import HOST
 from host import page, run_node
 from safetensors.torch import load_file, save_file
+from selection import few
 
 Folders = Callable[[str], Path]
 
@@ -77,7 +78,7 @@ def after_weights(pipe: Any) -> int:
     return len(list(parameter_refs(pipe.decoder.module))) + 3
 
 
-@pytest.mark.parametrize("share", [1.0, 0.6, 0.3])
+@pytest.mark.parametrize("share", few([1.0, 0.6, 0.3], 1.0, 0.3))
 def test_way_is_chosen_beforehand(share: float, pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     z = latents()
     expected = pipe.decode(z)

@@ -40,9 +40,8 @@ assert state() == before, (before, state())
 @pytest.mark.parametrize(
     "setting",
     [
-        "torch.backends.cudnn.benchmark = True",
-        "torch.set_float32_matmul_precision('medium')",
-        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.benchmark = True; torch.set_float32_matmul_precision('medium')",
+        pytest.param("torch.backends.fp32_precision = 'tf32'", marks=pytest.mark.soak),
         "torch.backends.cudnn.conv.fp32_precision = 'tf32'; torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
     ],
 )

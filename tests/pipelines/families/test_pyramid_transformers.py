@@ -21,6 +21,7 @@ from ballast.pipelines.models.pyramid_flow.transformer_classes import TRANSFORME
 from ballast.pipelines.sampling.kernels import kernels
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
+from selection import few
 from streamed_models import least_bytes, resident_engine, rests, streamed_engine
 from torch import nn
 from torch.nn import functional as F
@@ -298,7 +299,7 @@ def test_published_size_has_a_dry_run(kind: Kind, fewer: dict[str, int], peak: f
     assert 0.9 * peak < unit.peak_bytes <= peak
 
 
-@kinds
+@pytest.mark.parametrize("kind", few(TRANSFORMERS, "mmdit"))
 def test_compiled_blocks_and_another_attention(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
     module, golden = build(kind), load_file(DATA / f"{kind}.forward.safetensors")
     expected = call(module, golden)

@@ -100,6 +100,7 @@ def test_the_code_of_every_class_can_be_read() -> None:
     assert len(found) > 200
 
 
+@pytest.mark.long
 def test_every_class_with_a_scale_of_its_own_is_known() -> None:
     """A class of another diffusers that has such a scale is to be looked at, and to be added here."""
     found = {
@@ -192,7 +193,7 @@ def encoded(pipe: Any, negative: str | None = None) -> Any:
     return pipe.encode("a boat", negative, max_sequence_length=48)
 
 
-SCALES = [None, 1.0, 2.0, 3.5, 5.0]
+SCALES = [None, 1.0, 5.0]
 
 
 @pytest.mark.parametrize("name", ["flux", "schnell", "hunyuan_video", "sana_sprint"])
@@ -205,10 +206,10 @@ def test_guidance_is_the_scale_of_a_distilled_model(name: str, distilled: Folder
         made.append(pipe.sample(cond, guidance=scale, **run_of(name)))
         torch.testing.assert_close(made[-1], expected.float(), atol=1e-5, rtol=0)
     changed = [not torch.equal(made[1], other) for other in made[2:]]
-    assert changed == [name != "schnell"] * 3
+    assert changed == [name != "schnell"]
 
 
-@pytest.mark.parametrize("name", few(["flux", "schnell", "hunyuan_video"], "flux", "hunyuan_video"))
+@pytest.mark.parametrize("name", few(["flux", "schnell", "hunyuan_video"], "flux"))
 def test_true_cfg_guides_beside_it(name: str, distilled: Folders, sim: ModuleType) -> None:
     """By the negative prompt; streamed and leafwise as well."""
     expected = stock(distilled(name), "blurry", guidance_scale=2.0, true_cfg_scale=4.0).float()
@@ -235,7 +236,7 @@ def test_batches_and_many_prompts_take_it(distilled: Folders, sim: ModuleType) -
     torch.testing.assert_close(image, pipe.decode(alone[:1]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
+@pytest.mark.parametrize("name", few(["flux", "hunyuan_video"], "flux"))
 def test_a_step_runs_twice_with_true_cfg_alone(name: str, distilled: Folders, sim: ModuleType) -> None:
     """In the plan as in the run."""
     pipe = ballast.open_pipeline(distilled(name), device="sim")
@@ -364,9 +365,9 @@ def test_a_guider_takes_the_place_of_that_of_a_class(tiny_folders: Folders, sim:
     folder, family = tiny_folders("hunyuan_video15"), tiny.FAMILIES["hunyuan_video15"]
     pipe, encode, _, _ = tiny.stages("hunyuan_video15", folder, "sim")
     width, height = family.size
-    run = {"width": width, "height": height, "frames": family.frames, "steps": 3, **family.call_kwargs}
+    run = {"width": width, "height": height, "frames": family.frames, "steps": 2, **family.call_kwargs}
     cond, guider = encode(), diffusers.AdaptiveProjectedGuidance(guidance_scale=4.0, eta=0.5)
-    expected, _ = tiny.stock(folder, steps=3, listen=lambda stock: setattr(stock, "guider", guider.new()))
+    expected, _ = tiny.stock(folder, steps=2, listen=lambda stock: setattr(stock, "guider", guider.new()))
     for strategy in ("resident", "leafwise"):
         made = pipe.sample(cond, guider=guider, strategy=strategy, **run)
         torch.testing.assert_close(made, expected.float().reshape(made.shape), atol=1e-5, rtol=1e-5)

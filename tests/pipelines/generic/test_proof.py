@@ -272,7 +272,7 @@ def test_a_pipeline_is_proved_once(tiny_folders: Folders, tmp_path: Path, monkey
     def opened() -> int:
         monkeypatch.setattr(proof, "_known", type(proof._known)())
         before = len(rehearsed)
-        ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu", cache_dir=tmp_path)
+        ballast.open_pipeline(tiny_folders("ltx"), device="cpu", cache_dir=tmp_path)
         return len(rehearsed) - before
 
     assert [opened(), opened()] == [1, 0]
@@ -294,8 +294,8 @@ def test_a_failed_proof_is_not_kept(tiny_folders: Folders, tmp_path: Path, monke
         with pytest.raises(
             ValueError, match=r"cannot be staged: it cannot be compared .*\(no memory for that at all\)"
         ):
-            ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu", cache_dir=tmp_path)
-    ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu", cache_dir=tmp_path)
+            ballast.open_pipeline(tiny_folders("ltx"), device="cpu", cache_dir=tmp_path)
+    ballast.open_pipeline(tiny_folders("ltx"), device="cpu", cache_dir=tmp_path)
 
 
 def test_a_package_that_diffusers_lacks_is_named(
