@@ -21,7 +21,7 @@ Folders = Callable[[str], Path]
 READS: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
 
 
-@pytest.mark.parametrize("name", few(tiny.FAMILIES, *THREE, "lumina2", "ltx"))
+@pytest.mark.parametrize("name", few(tiny.FAMILIES, *THREE))
 def test_groups_are_small_and_have_their_bytes_to_themselves(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     pipe, encode, sample, decode = tiny.stages(name, tiny_folders(name), "sim")
     decode(sample(encode()))

@@ -22,7 +22,11 @@ FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
     ("asked", "scheduler"),
     [
         ({}, diffusers.UniPCMultistepScheduler(flow_shift=SHIFT, **FLOW)),
-        ({"scheduler": "euler"}, diffusers.FlowMatchEulerDiscreteScheduler(shift=SHIFT)),
+        pytest.param(
+            {"scheduler": "euler"},
+            diffusers.FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["own", "euler"],
 )

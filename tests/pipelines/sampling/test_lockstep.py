@@ -83,7 +83,7 @@ def slow(sim: ModuleType) -> ModuleType:
     return sim
 
 
-@pytest.mark.parametrize("name", few(TWO_PASSES, "qwenimage", "wan"))
+@pytest.mark.parametrize("name", few(TWO_PASSES, "qwenimage"))
 def test_bits_are_those_of_passes_alone(
     name: str, tiny_folders: Folders, cache: Path, slow: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +189,7 @@ def test_each_pass_has_a_thread_that_stays() -> None:
     assert first == threading.get_ident() and len({first, *others}) == 3
 
 
+@pytest.mark.long
 def test_faults_leave_nothing_and_the_next_run_is_the_same(
     tiny_folders: Folders, cache: Path, slow: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,11 +202,11 @@ def test_faults_leave_nothing_and_the_next_run_is_the_same(
     slow.reset_stats()
     run()
     allocations = slow.stats().allocation_count
-    for count in range(1, allocations, 13 if os.environ.get("BALLAST_SOAK") else allocations // 2):
+    for count in range(1, allocations, 13 if os.environ.get("BALLAST_SOAK") else allocations * 2 // 3):
         with slow.fail_after(count):
             assert torch.equal(run(), expected), count
         assert slow.stats().allocated_bytes == 0, count
-    for error in (KeyboardInterrupt, FaultError):
+    for error in (KeyboardInterrupt, FaultError) if os.environ.get("BALLAST_SOAK") else (KeyboardInterrupt,):
 
         def stopped(step: int, steps: int, latents: torch.Tensor) -> None:
             if step == 2:

@@ -43,14 +43,14 @@ KNOWN = {
 }
 
 
-def opened(name: str, folder: Path) -> tuple[Any, Callable[[int, int], torch.Tensor]]:
+def opened(name: str, folder: Path) -> tuple[Any, Callable[..., torch.Tensor]]:
     family = tiny.FAMILIES[name]
     pipe = ballast.open_pipeline(folder, device="cpu", keep=True)
     cond = pipe.encode("a red boat", "blurry" if family.negative else "", **family.encode_kwargs)
 
-    def sample(width: int, height: int) -> torch.Tensor:
+    def sample(width: int, height: int, steps: int = 2) -> torch.Tensor:
         more = {"frames": family.frames, **family.call_kwargs}
-        return pipe.sample(cond, width=width, height=height, steps=2, guidance=1.0, **more)
+        return pipe.sample(cond, width=width, height=height, steps=steps, guidance=1.0, **more)
 
     return pipe, sample
 
@@ -74,8 +74,9 @@ def test_accepted_sizes_run_at_their_size(name: str, tiny_folders: Folders) -> N
     sizes = {(1, 1), (2, 3), (3, 1), (top, 1), (1, top), (top - 1, 2)}
     sizes |= {(draw.randint(1, min(top, 12)), draw.randint(1, min(top, 12))) for _ in range(3)}
     latent = {"ltx": 32, "ltx_timestep": 32}.get(name, 8)
+    steps = 2 if name in ("ltx", "qwenimage") else 1  # one alone would end at pure noise there
     for across, down in sorted(sizes):
-        latents = sample(across * multiple, down * multiple)
+        latents = sample(across * multiple, down * multiple, steps)
         expected = (down * multiple // latent, across * multiple // latent)
         assert latents.shape[-2:] == expected, (across, down)
 

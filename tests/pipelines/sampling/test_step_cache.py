@@ -92,12 +92,20 @@ def stock(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> torch.Ten
         return tiny.stock(folder, steps=STEPS)[0].float()
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was found out of a pipeline once."""
+    return tmp_path_factory.mktemp("step_cache")
+
+
 class Opened:
     """A tiny pipeline with its prompt encoded, and how many calls its last run made and skipped."""
 
-    def __init__(self, name: str, folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, **opening: Any) -> None:
+    def __init__(
+        self, name: str, folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, cache: Path, **opening: Any
+    ) -> None:
         family = tiny.FAMILIES[name]
-        self.pipe = ballast.open_pipeline(folder, device=device, **opening)
+        self.pipe = ballast.open_pipeline(folder, device=device, cache_dir=cache, **opening)
         self.cond = self.pipe.encode("a red boat", "blurry, grey" if family.negative else "", **family.encode_kwargs)
         width, height = family.size
         size = {"width": width, "height": height, "frames": family.frames}
@@ -124,11 +132,11 @@ class Opened:
         return sum(each.skipped for each in self.seen), sum(each.calls for each in self.seen)
 
 
-@pytest.mark.parametrize("name", few(FAMILIES, "flux", "flux2_klein", "lumina2", "wan"))
+@pytest.mark.parametrize("name", few(FAMILIES, "flux", "lumina2", "wan"))
 def test_skipped_steps_are_those_of_the_hook_of_diffusers(
-    name: str, tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_folders: Folders, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Opened(name, tiny_folders(name), "cpu", monkeypatch)
+    run = Opened(name, tiny_folders(name), "cpu", monkeypatch, cache)
     whole = run()
     for kind in ["static:2", *MORE.get(name, [])]:
         latents = run(cache=kind)
@@ -148,10 +156,10 @@ def block_bytes(module: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("kind", few(KINDS, "static:2", "firstblock:0.4"))
 def test_a_skipped_step_moves_no_weights(
-    kind: str, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    kind: str, tiny_folders: Folders, sim: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the least room: weights outside of the blocks come once, and the blocks once for each computed call."""
-    run = Opened("flux", tiny_folders("flux"), "sim", monkeypatch)
+    run = Opened("flux", tiny_folders("flux"), "sim", monkeypatch, cache)
     on, unit = manager("sim"), run.pipe.denoisers[0]
     resident = run(cache=kind, strategy="resident")
     before = on.device_bytes_in
@@ -167,9 +175,11 @@ def test_a_skipped_step_moves_no_weights(
     assert sim.stats().allocated_bytes == 0
 
 
-def test_reports_say_what_was_computed(tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_say_what_was_computed(
+    tiny_folders: Folders, sim: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The table, the line of the stage and the report, for as long as no later run goes without a cache."""
-    run, on = Opened("flux", tiny_folders("flux"), "sim", monkeypatch), manager("sim")
+    run, on = Opened("flux", tiny_folders("flux"), "sim", monkeypatch, cache), manager("sim")
     monkeypatch.setattr("ballast.pipelines.stages.sample.most_at_once", lambda *_: 1)  # a batch is drawn in parts
     for given, calls in (({}, STEPS), ({"batch": 2, "strategy": "leafwise"}, 2 * STEPS)):
         run(cache="static:2", **given)
@@ -186,10 +196,10 @@ def test_reports_say_what_was_computed(tiny_folders: Folders, sim: ModuleType, m
 
 
 def test_a_measured_run_tells_its_distance(
-    tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tiny_folders: Folders, sim: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a run without a cache, which is made first. The latents are those of the cache."""
-    run, on, seen = Opened("flux", tiny_folders("flux"), "sim", monkeypatch), manager("sim"), []
+    run, on, seen = Opened("flux", tiny_folders("flux"), "sim", monkeypatch, cache), manager("sim"), []
     plain, cached = run(), run(cache="static:2")
     assert "dB" not in on.timeline.table() and on.report().cache_decibels is None
     made = run(cache="static:2", measure=True, on_step=lambda step, steps, _: seen.append((step, steps)))
@@ -210,9 +220,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", few(WAYS, "int8", "from disk", "a LoRA"))
+@pytest.mark.parametrize("way", few(WAYS, "from disk", "a LoRA"))
 def test_latents_are_the_same_however_weights_are_kept(
-    way: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    way: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on the CPU, where nothing streams."""
     given: dict[str, Any] = {"cache": "static:2"}
@@ -223,7 +233,7 @@ def test_latents_are_the_same_however_weights_are_kept(
         given |= {"image": torch.rand(1, height, width, 3), "strength": 0.7}
     found = []
     for device, strategy in (("cpu", "auto"), ("sim", "resident" if way == "resident" else "leafwise")):
-        run = Opened("qwenimage", tiny_folders("qwenimage"), device, monkeypatch, **WAYS[way])
+        run = Opened("qwenimage", tiny_folders("qwenimage"), device, monkeypatch, cache, **WAYS[way])
         if way == "a LoRA":
             run.pipe.set_loras(lora_files.two(tiny_folders("qwenimage"), tmp_path))
         if way == "from disk" and device == "sim":
@@ -236,32 +246,32 @@ def test_latents_are_the_same_however_weights_are_kept(
 
 
 def test_each_pass_and_each_expert_has_a_cache(
-    tiny_folders: Folders, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tiny_folders: Folders, tmp_path: Path, sim: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two passes of guidance, of two transformers that follow each other; then a range of guidance."""
     pipe: Any = tiny.FAMILIES["wan"].build()
     second = type(pipe.transformer).from_config(pipe.transformer.config).eval().requires_grad_(False)
     type(pipe)(**pipe.components | {"transformer_2": second}, boundary_ratio=0.9).save_pretrained(tmp_path)
-    run = Opened("wan", tmp_path, "sim", monkeypatch)
+    run = Opened("wan", tmp_path, "sim", monkeypatch, cache)
     whole = run()
     assert not torch.equal(run(cache="static:2"), whole)
     mask = static_steps(STEPS, 2)
     assert [each.calls > 0 for each in run.seen] == [True, True]
     assert 2 * (mask.count(False) - 1) <= run.skipped[0] <= 2 * mask.count(False)
-    run = Opened("qwenimage", tiny_folders("qwenimage"), "sim", monkeypatch)
+    run = Opened("qwenimage", tiny_folders("qwenimage"), "sim", monkeypatch, cache)
     run(cache="static:2", guidance_range=(0.0, 0.5))
     assert run.skipped == (sum(1 if step >= 5 else 2 for step in range(STEPS) if not mask[step]), 15)
 
 
 def test_plans_count_the_computed_steps_and_hold(
-    tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tiny_folders: Folders, sim: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps and seconds of the card's clock; the residuals are in the peak.
 
     The clock counts the copies of the prompt too, which a plan does not.
     """
     sim.enable(total="4GB", h2d_gbps=1e-3, tflops=1e-3)
-    run = Opened("qwenimage", tiny_folders("qwenimage"), "sim", monkeypatch)
+    run = Opened("qwenimage", tiny_folders("qwenimage"), "sim", monkeypatch, cache)
     least = run.pipe.plan(cond=run.cond, vram=1, cache="static:2", **run.run).stages[0].peak_vram_bytes
     run.pipe = run.pipe.within(vram=least + 20_000)
     plain = run.pipe.plan(cond=run.cond, **run.run).stages[0]
@@ -284,16 +294,18 @@ def test_plans_count_the_computed_steps_and_hold(
 
 
 def test_faults_leave_nothing_and_the_next_run_is_the_same(
-    tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tiny_folders: Folders, sim: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Opened("wan", tiny_folders("wan"), "sim", monkeypatch)
+    run = Opened("wan", tiny_folders("wan"), "sim", monkeypatch, cache)
     for kind in ("firstblock:0.4", "static:2") if os.environ.get("BALLAST_SOAK") else ("firstblock:0.4",):
         again = functools.partial(run, cache=kind, strategy="streamed")
         expected = again()
         sim.reset_stats()
         again()
         allocations = sim.stats().allocation_count
-        for count in range(1, allocations, allocations // 2):
+        for count in range(
+            1, allocations, allocations // 2 if os.environ.get("BALLAST_SOAK") else allocations * 2 // 3
+        ):
             with sim.fail_after(count):
                 again()  # a residual may be lost: its step is computed
             assert sim.stats().allocated_bytes == 0
@@ -310,11 +322,11 @@ def test_faults_leave_nothing_and_the_next_run_is_the_same(
 
 
 def test_times_of_skipped_calls_are_not_learned(
-    tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tiny_folders: Folders, sim: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan after runs with a cache is that of before."""
     sim.enable(total="4GB", h2d_gbps=1e-3, tflops=1e-3)
-    run = Opened("flux", tiny_folders("flux"), "sim", monkeypatch)
+    run = Opened("flux", tiny_folders("flux"), "sim", monkeypatch, cache)
     run()
     before = run.pipe.plan(cond=run.cond, **run.run).stages[0].seconds
     for kind in KINDS:
@@ -322,9 +334,9 @@ def test_times_of_skipped_calls_are_not_learned(
     assert run.pipe.plan(cond=run.cond, **run.run).stages[0].seconds == pytest.approx(before, rel=0.01)
 
 
-def test_what_is_not_taken_is_refused(tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_taken_is_refused(tiny_folders: Folders, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, which says what is wrong."""
-    run = Opened("qwenimage", tiny_folders("qwenimage"), "cpu", monkeypatch)
+    run = Opened("qwenimage", tiny_folders("qwenimage"), "cpu", monkeypatch, cache)
     for given, words in (
         ({"cache": "teacache"}, "it takes off, or one such as static:2"),
         ({"cache": "static:1"}, "it takes off, or one such as static:2"),

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pixart ddpm": ("pixart_sigma", "DDPMScheduler", {}),
     "pixart lcm": ("pixart_sigma", "LCMScheduler", {}),
 }
-SHORT = ("ltx euler", "ltx lcm", "pixart tcd")
+SHORT = ("ltx euler", "pixart tcd")
 
 
 def drawing_folder(case: str, tiny_folders: Folders, tmp_path: Path) -> Path:

@@ -22,6 +22,7 @@ from ballast.pipelines.sampling.step_range import StepRange
 from ballast.pipelines.stock.stand_ins import Entering
 from pictured import pipelines
 from pictured.pictures import picture
+from selection import few
 
 Folders = Callable[[str], Path]
 STEPS, CUT = 5, 2
@@ -57,7 +58,7 @@ def opened(tiny_folders: Folders, cache: Path, sim: ModuleType) -> Callable[...,
     return lambda name, **opening: Opened(tiny_folders(name), cache, **opening)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES, "flux", "ltx"))
 def test_two_runs_are_one(name: str, opened: Any, tiny_folders: Folders) -> None:
     run = opened(name)
     seen: list[tuple[int, int]] = []
@@ -77,7 +78,12 @@ def test_two_runs_are_one(name: str, opened: Any, tiny_folders: Folders) -> None
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("hunyuan_video", "bf16"), ("hunyuan_video15", "bf16"), ("mochi", "bf16"), ("ltx_timestep", "fp32")],
+    [
+        ("hunyuan_video", "bf16"),
+        pytest.param("hunyuan_video15", "bf16", marks=pytest.mark.soak),
+        ("mochi", "bf16"),
+        ("ltx_timestep", "fp32"),
+    ],
 )
 def test_what_the_loop_has_beside_values_is_kept(name: str, dtype: str, opened: Any) -> None:
     """HunyuanVideo goes on in bfloat16 after float32. Mochi rounds each step. LTX draws noise behind its loop."""
@@ -120,15 +126,38 @@ def test_heun_is_cut_between_its_steps(opened: Any) -> None:
     assert torch.equal(run.in_two(**own), run(**own))
 
 
-def test_it_goes_together_with_what_streams_and_guides(opened: Any, tiny_folders: Folders, tmp_path: Path) -> None:
-    """A range of guidance is that of the whole. LoRAs are those of each half."""
+STREAMED: dict[str, Any] = {"guidance": 3.5, "strategy": "leafwise", "guidance_range": (0.2, 0.8)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"once": True, "lockstep": True},
+        {"batch": 2},
+        *(pytest.param({way: True}, marks=pytest.mark.soak) for way in ("once", "lockstep")),
+    ],
+)
+def test_it_goes_together_with_what_spares_copies(ways: dict[str, Any], opened: Any) -> None:
     run = opened("qwenimage")
-    run.run |= {"guidance": 3.5, "strategy": "leafwise", "guidance_range": (0.2, 0.8)}
+    run.run |= STREAMED | ways
+    assert torch.equal(run.in_two(), run())
+
+
+def test_it_goes_together_with_what_streams_and_guides(opened: Any) -> None:
+    """A range of guidance is that of the whole."""
+    run = opened("qwenimage")
+    run.run |= STREAMED
     whole = run()
     assert torch.equal(run.in_two(), whole)
     assert not torch.allclose(run(guidance_range=(0.0, 0.4)), whole, atol=1e-4)
-    for ways in ({"once": True}, {"lockstep": True}, {"once": True, "lockstep": True}, {"batch": 2}):
-        assert torch.equal(run.in_two(**ways), run(**ways)), ways
+
+
+@pytest.mark.long
+def test_loras_are_those_of_each_half(opened: Any, tiny_folders: Folders, tmp_path: Path) -> None:
+    run = opened("qwenimage")
+    run.run |= STREAMED
+    whole = run()
     loras = lora_files.two(tiny_folders("qwenimage"), tmp_path)
     left = run(end_step=CUT)
     run.pipe.set_loras(loras)
