@@ -27,25 +27,30 @@ def state():
         products = "refused"
     return [*(read(*name) for name in names), products]
 
-exec(sys.argv[1])
-before = state()
-with full_float32():
-    tf32, convolutions, benchmark, products, _ = state()
-assert tf32 is False or convolutions == "ieee", (tf32, convolutions)
-assert products in ("ieee", "none") and benchmark is False, (products, benchmark)
-assert state() == before, (before, state())
+for setting in sys.argv[1:]:
+    exec(setting)
+    before = state()
+    with full_float32():
+        tf32, convolutions, benchmark, products, _ = state()
+    assert tf32 is False or convolutions == "ieee", (tf32, convolutions)
+    assert products in ("ieee", "none") and benchmark is False, (products, benchmark)
+    assert state() == before, (before, state())
 """
 
 
+SETTINGS = [
+    "torch.backends.cudnn.benchmark = True",
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.backends.cudnn.conv.fp32_precision = 'tf32'; torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
+    "torch.backends.fp32_precision = 'tf32'",
+]
+
+
 @pytest.mark.parametrize(
-    "setting",
-    [
-        "torch.backends.cudnn.benchmark = True; torch.set_float32_matmul_precision('medium')",
-        pytest.param("torch.backends.fp32_precision = 'tf32'", marks=pytest.mark.soak),
-        "torch.backends.cudnn.conv.fp32_precision = 'tf32'; torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
-    ],
+    "settings", [SETTINGS, *(pytest.param([one], marks=pytest.mark.soak) for one in SETTINGS)], ids=" then ".join
 )
-def test_full_float32(setting: str) -> None:
-    command = [sys.executable, "-c", _SCRIPT, setting]
+def test_full_float32(settings: list[str]) -> None:
+    """One after the other in one process, which takes seconds to start; each alone in the soak."""
+    command = [sys.executable, "-c", _SCRIPT, *settings]
     ran = subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -69,10 +69,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "hunyuandit": {"use_resolution_binning": False},
 }
 CALLS["sana_video"] = {"frames": FRAMES, "use_resolution_binning": False}
+FAST = ("cogview3", "sdxl")
 
 
 @pytest.mark.parametrize("negative", few([None, "bad"], "bad"))
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.long) for n in CALLS])
 def test_staged_equals_stock(name: str, negative: str | None, odd_folders: Folders, sim: ModuleType) -> None:
     """With a negative prompt and without one, which is not the same as an empty one. AnyFlow guides above 1 only."""
     given = {} if negative is None else {"negative_prompt": negative}
@@ -128,7 +129,7 @@ def test_a_scale_that_the_stock_call_fails_at_fails_alike(odd_folders: Folders, 
     assert sim.stats().allocated_bytes == 0
 
 
-@pytest.mark.parametrize("strategy", ["auto", "leafwise"])
+@pytest.mark.parametrize("strategy", few(["auto", "leafwise"], "leafwise"))
 def test_a_vae_of_pictures_decodes_the_frames_of_a_video(strategy: str, odd_folders: Folders, sim: ModuleType) -> None:
     """Latte's call gives its VAE 14 of the 16 at once, and then the rest. Its transformer takes 16, or one."""
     pipe, cond = ballast.open_pipeline(odd_folders("latte"), device="sim"), None
@@ -246,7 +247,7 @@ def test_a_seed_is_one_whole_number(seed: Any, tiny_folders: Folders) -> None:
         pipe.sample(pipe.encode("a cat"), steps=1, seed=seed)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "wan", "qwenimage"])
+@pytest.mark.parametrize("name", few(["sd3", "flux", "wan", "qwenimage"], "flux", "wan"))
 def test_noise_has_the_shape_that_is_drawn(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     pipe, encode, sample, _ = tiny.stages(name, tiny_folders(name), "sim")
     cond, drawn = encode(), []

@@ -25,9 +25,9 @@ Folders = Callable[[str], Path]
 PROMPT, NEGATIVE = "a red boat", "blurry, grey"
 CFG = 3.0  # without which a distilled model reads no negative prompt
 TEXTS = [
-    ("flux", {"prompt_2": "a lake"}),
+    pytest.param("flux", {"prompt_2": "a lake"}, marks=pytest.mark.soak),
     ("flux", {"prompt_2": "a lake", "negative_prompt_2": "noise"}),
-    ("sd3", {"prompt_3": "a lake"}),
+    pytest.param("sd3", {"prompt_3": "a lake"}, marks=pytest.mark.soak),
     ("sd3", {"prompt_2": "a lake", "negative_prompt_3": "noise"}),
 ]
 
@@ -52,8 +52,17 @@ def test_texts_beside_the_prompt_count_as_in_stock(name: str, options: dict[str,
     assert not torch.allclose(made, stock(folder, family, PROMPT, NEGATIVE), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3", "qwenimage"])
-@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize(
+    ("name", "negative"),
+    [
+        ("flux", False),
+        ("qwenimage", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("flux", True), ("sd3", False), ("sd3", True), ("qwenimage", False))
+        ),
+    ],
+)
 def test_given_embeddings_count_as_in_stock(name: str, negative: bool, tiny_folders: Folders) -> None:
     """As from prompt weighting; those of the negative prompt are its own, or made of its words."""
     pipe, family = ballast.open_pipeline(tiny_folders(name), device="cpu"), tiny.FAMILIES[name]
@@ -189,7 +198,7 @@ def of_a_shallow_encoder(folder: Path, tiny_folders: Folders) -> dict[str, Any]:
     return {"text_encoder_out_layers": (1, 3, 5), "max_sequence_length": 48}
 
 
-@pytest.mark.parametrize("write", [of_a_short_prompt, of_a_shallow_encoder])
+@pytest.mark.parametrize("write", [of_a_short_prompt, pytest.param(of_a_shallow_encoder, marks=pytest.mark.long)])
 def test_a_model_whose_call_fails_by_default_is_compared_with_what_the_first_run_gives(
     write: Callable[[Path, Folders], dict[str, Any]], tiny_folders: Folders, tmp_path: Path
 ) -> None:

@@ -65,16 +65,16 @@ def test_both_come_once_where_both_fit(name: str, folders: Folders, sim: ModuleT
         ("flux_controlnet", 1_220_000, "auto", True),
         pytest.param("flux_controlnet", 1_330_000, "auto", False, marks=pytest.mark.soak),
         pytest.param("flux_controlnet", 1_700_000, "auto", False, marks=pytest.mark.soak),
-        ("flux_controlnet", 1_700_000, "streamed", False),
-        ("flux_controlnet", 2_500_000, "leafwise", True),
+        pytest.param("flux_controlnet", 1_700_000, "streamed", False, marks=pytest.mark.soak),
+        pytest.param("flux_controlnet", 2_500_000, "leafwise", True, marks=pytest.mark.soak),
         pytest.param("flux_controlnet", 2_500_000, "resident", False, marks=pytest.mark.soak),
         ("flux_controlnet", 1_350_000, "streamed", False),
-        ("sd3_controlnet", 1_470_000, "auto", True),
+        pytest.param("sd3_controlnet", 1_470_000, "auto", True, marks=pytest.mark.soak),
         pytest.param("sd3_controlnet", 1_500_000, "auto", True, marks=pytest.mark.soak),
         ("sd3_controlnet", 1_500_000, "streamed", True),  # one piece lies in the ring until this leaves
         pytest.param("sd3_controlnet", 1_550_000, "auto", False, marks=pytest.mark.soak),
         pytest.param("sd3_controlnet", 2_000_000, "auto", False, marks=pytest.mark.soak),
-        ("sd3_controlnet", 2_000_000, "streamed", False),
+        pytest.param("sd3_controlnet", 2_000_000, "streamed", False, marks=pytest.mark.soak),
     ],
 )
 def test_the_plan_is_the_run(

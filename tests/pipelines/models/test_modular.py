@@ -26,10 +26,10 @@ from places import ROOT
 
 Folders = Callable[[str], Path]
 STEPS, PROMPT, NEGATIVE = 3, "a red boat", "blurry, grey"
-FAST = ("flux", "flux_image", "wan")
+FAST = ("flux", "wan")
 LONG = (
-    "klein", "ltx_image", "qwen", "qwen_inpaint", "sd3", "zimage", "sdxl", "sdxl_inpaint", "anima", "flux3",
-    "krea2_turbo", "qwen21_turbo", "ernie",
+    "flux_image", "klein", "ltx_image", "qwen", "qwen_inpaint", "sd3", "zimage", "sdxl", "sdxl_inpaint", "anima",
+    "flux3", "krea2_turbo", "qwen21_turbo", "ernie",
 )  # fmt: skip
 BUDGET = "1GB"
 
@@ -182,9 +182,10 @@ GUIDERS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("sd3", "cfg_zero_star"),
+        pytest.param("sd3", "cfg_zero_star", marks=pytest.mark.long),
         ("wan", "layers skipped"),
-        *(pytest.param("wan", kind, marks=pytest.mark.long) for kind in ("apg", "cfg_zero_star", "tcfg")),
+        ("wan", "cfg_zero_star"),
+        *(pytest.param("wan", kind, marks=pytest.mark.long) for kind in ("apg", "tcfg")),
     ],
 )
 def test_a_guider_is_that_of_its_own_call(name: str, kind: str, folders: Folders, cache: Path, sim: ModuleType) -> None:

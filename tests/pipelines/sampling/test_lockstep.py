@@ -103,10 +103,11 @@ def test_bits_are_those_of_passes_alone(
     assert torch.equal(opened(), expected)
 
 
-WAYS: dict[str, dict[str, Any]] = {"int8": {"weights": "int8"}, "from disk": {}, "a LoRA": {}, "two pictures": {}}
+WAYS: dict[str, dict[str, Any]] = {"int8": {"weights": "int8"}, "from disk": {}, "two pictures": {}, "a LoRA": {}}
+SHORT = [*few(list(WAYS)[:-1], "from disk"), pytest.param("a LoRA", marks=pytest.mark.long)]
 
 
-@pytest.mark.parametrize("way", few(WAYS, "from disk", "a LoRA"))
+@pytest.mark.parametrize("way", SHORT)
 def test_bits_are_the_same_however_weights_are_kept(
     way: str,
     tiny_folders: Folders,

@@ -63,13 +63,14 @@ def test_a_run_within_a_run_has_its_own_loras(device: str, lora: Path, tiny_fold
             torch.testing.assert_close(made[0], alone[inner], atol=0, rtol=0)
 
 
+SHORT = RUN | {"steps": 2}
 INNER: dict[str, Callable[[Any, Any], Any]] = {
-    "cpu": lambda pipe, cond: pipe.sample(cond, strategy="cpu", **RUN),
-    "streamed": lambda pipe, cond: pipe.sample(cond, strategy="streamed", **RUN),
-    "leafwise": lambda pipe, cond: pipe.sample(cond, strategy="leafwise", **RUN),
-    "budget": lambda pipe, cond: pipe.within(vram="2MB").sample(cond, **RUN),
-    "kept": lambda pipe, cond: pipe.within(keep=True).sample(cond, **RUN),
-    "other size": lambda pipe, cond: pipe.sample(cond, **RUN | {"width": 64, "height": 64}),
+    "cpu": lambda pipe, cond: pipe.sample(cond, strategy="cpu", **SHORT),
+    "streamed": lambda pipe, cond: pipe.sample(cond, strategy="streamed", **SHORT),
+    "leafwise": lambda pipe, cond: pipe.sample(cond, strategy="leafwise", **SHORT),
+    "budget": lambda pipe, cond: pipe.within(vram="2MB").sample(cond, **SHORT),
+    "kept": lambda pipe, cond: pipe.within(keep=True).sample(cond, **SHORT),
+    "other size": lambda pipe, cond: pipe.sample(cond, **SHORT | {"width": 64, "height": 64}),
     "decode": lambda pipe, cond: pipe.decode(torch.zeros(1, 4, 4, 6)),
     "encode": lambda pipe, cond: pipe.encode("another", "one", max_sequence_length=48),
     "free": lambda pipe, cond: pipe.manager.free(),
@@ -86,8 +87,8 @@ def test_what_on_step_does_leaves_the_run_as_it_was(
     kept = None if inner == "encode" else cache
     pipe = ballast.open_pipeline(tiny_folders("sd3"), device="sim", loras=[(lora, 1.0)], cache_dir=kept)
     cond = pipe.encode("a red boat", "blurry", max_sequence_length=48)
-    expected = pipe.sample(cond, strategy=strategy, **RUN)
-    found = pipe.sample(cond, strategy=strategy, on_step=at_first(lambda: INNER[inner](pipe, cond)), **RUN)
+    expected = pipe.sample(cond, strategy=strategy, **SHORT)
+    found = pipe.sample(cond, strategy=strategy, on_step=at_first(lambda: INNER[inner](pipe, cond)), **SHORT)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     assert [stage.name for stage in pipe.manager.timeline.stages].count("sample") >= 2
     assert sim.stats().allocated_bytes == 0 and not any(unit.stages or unit.leases for unit in pipe.denoisers)
