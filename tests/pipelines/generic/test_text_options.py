@@ -20,6 +20,7 @@ from ballast.pipelines.equivalence import check as proving
 from ballast.pipelines.equivalence.verdicts import Verdict
 from ballast.pipelines.stock.signatures import encoding_of, negative_arguments
 from pictured.pictures import mask, picture, pil
+from selection import few
 
 Folders = Callable[[str], Path]
 PROMPT, NEGATIVE = "a red boat", "blurry, grey"
@@ -84,7 +85,7 @@ def stock_zimage(folder: Path, kind: str, **given: Any) -> torch.Tensor:
     return made.float().movedim(1, -1)
 
 
-@pytest.mark.parametrize("kind", ["", "Img2Img", "Inpaint"])
+@pytest.mark.parametrize("kind", few(["", "Img2Img", "Inpaint"], "", "Inpaint"))
 def test_lists_of_embeddings_count_as_in_stock(kind: str, tiny_folders: Folders) -> None:
     """As the classes of Z-Image take them: a tensor a prompt, each as long as its text."""
     folder = tiny_folders("zimage")
