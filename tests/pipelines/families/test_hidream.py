@@ -157,7 +157,14 @@ def test_published_numbers() -> None:
     }
 
 
-@pytest.mark.parametrize("variant", few(VARIANTS, "full", "fast"))
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param("full", marks=pytest.mark.long),  # 50 steps
+        pytest.param("dev", marks=pytest.mark.soak),
+        "fast",
+    ],
+)
 def test_variant_that_is_named_is_run_with_its_own_numbers(
     variant: str, tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

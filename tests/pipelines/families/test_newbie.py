@@ -274,6 +274,7 @@ def test_a_picture_to_start_from() -> None:
     torch.testing.assert_close(start(noise, picture, 0.25), 0.75 * noise + 0.25 * picture)
 
 
+@pytest.mark.long  # test_newbie_surface.py has one of the nodes
 @pytest.mark.parametrize("sampler", few(["euler", "midpoint"], "midpoint"))
 def test_image_to_image(sampler: str, layouts: dict[str, Any], sim: ModuleType) -> None:
     """The less it denoises, the nearer it stays."""

@@ -92,6 +92,7 @@ def test_videos_are_the_references(
         assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long  # test_pyramid_surface.py has one of the nodes
 @pytest.mark.parametrize("kind", few(KINDS, "mmdit"))
 def test_text_to_video_and_picture_to_video(kind: str, folders: dict[str, Path], sim: ModuleType) -> None:
     """The whole of both, from words: nothing is left after any stage, and the video goes on from its picture."""

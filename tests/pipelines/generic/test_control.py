@@ -156,7 +156,7 @@ SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "all_words"),
     [
-        ("flux_controlnet", ["one", "in turn"]),
+        pytest.param("flux_controlnet", ["one", "in turn"], marks=pytest.mark.long),
         pytest.param("sd3_controlnet", list(SEVERAL), marks=pytest.mark.long),
         pytest.param("flux_controlnet", list(SEVERAL), marks=pytest.mark.soak),
     ],

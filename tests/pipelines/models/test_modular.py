@@ -183,9 +183,8 @@ GUIDERS: dict[str, Any] = {
     ("name", "kind"),
     [
         pytest.param("sd3", "cfg_zero_star", marks=pytest.mark.long),
-        ("wan", "layers skipped"),
         ("wan", "cfg_zero_star"),
-        *(pytest.param("wan", kind, marks=pytest.mark.long) for kind in ("apg", "tcfg")),
+        *(pytest.param("wan", kind, marks=pytest.mark.long) for kind in ("layers skipped", "apg", "tcfg")),
     ],
 )
 def test_a_guider_is_that_of_its_own_call(name: str, kind: str, folders: Folders, cache: Path, sim: ModuleType) -> None:
@@ -343,7 +342,11 @@ def test_a_new_family_is_guided_as_its_own_call(
     [
         ("DarkBlocks", "its call changes what its VAE decodes"),
         ("RereadingBlocks", "its text_encoder"),
-        ("HandingBlocks", "its blocks pass palette on from encoding to sampling, as object"),
+        pytest.param(
+            "HandingBlocks",
+            "its blocks pass palette on from encoding to sampling, as object",
+            marks=pytest.mark.long,
+        ),
         ("WordlessBlocks", "no blocks that encode a prompt"),
         ("UndecodedBlocks", "decodes with no vae"),
         ("PartlyReadingBlocks", "its blocks call parts of its text_encoder by themselves"),

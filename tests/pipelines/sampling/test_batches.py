@@ -25,7 +25,7 @@ from selection import few
 
 Folders = Callable[[str], Path]
 Stages = tuple[Any, Any, dict[str, Any]]  # a pipeline, its conditioning, further arguments of `sample`
-SHORT = ("flux", "wan", "hidream dev")
+SHORT = ("wan", "hidream dev")
 FAMILIES = few((*SHORT, "newbie", "pyramid_flow", *(n for n in tiny.FAMILIES if n not in SHORT)), *SHORT)
 SEED = 2**64 - 2  # after which it begins again at 0
 

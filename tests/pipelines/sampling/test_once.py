@@ -116,12 +116,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "a LoRA on modulation": {},
     "two pictures": {"batch": 2},
 }
-LORA = "a LoRA on modulation"
-SHORT = [pytest.param("int8", marks=pytest.mark.long), *few([way for way in WAYS if way != "int8"], LORA)]
+LONG = ("int8", "a LoRA on modulation")
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("way", SHORT)
+@pytest.mark.long
+@pytest.mark.parametrize("way", few(WAYS, *LONG))
 @pytest.mark.parametrize("name", few(SOME, "flux"))
 def test_bits_are_the_same_however_weights_are_kept(
     name: str,
