@@ -30,7 +30,6 @@ REQUIRED = [
     "flux", "sd3", "hidream", "lumina2", "wan", "ltx", "qwenimage", "zimage", "sana", "pixart_sigma", "chroma",
     "cogvideox", "hunyuan_video", "auraflow", "mochi",
 ]  # fmt: skip
-ALSO = ("flux2_klein",)  # which is compared with stock in generic/test_pictures.py as well
 Folders = Callable[[str], Path]
 stock = functools.cache(tiny.stock)
 
@@ -39,7 +38,7 @@ def test_all_asked_families_are_there() -> None:
     assert set(REQUIRED) <= set(tiny.FAMILIES)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in ALSO else n for n in tiny.FAMILIES])
+@pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     """Equal latents and pictures, no byte left after any stage, no weight copied back, never units of two stages."""
     folder = tiny_folders(name)

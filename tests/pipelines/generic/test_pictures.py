@@ -208,7 +208,7 @@ def run_of(task: Task) -> dict[str, Any]:
 
 
 # One of each kind, and all with BALLAST_SOAK=1.
-NAMES = ["flux inpaint", "klein, two references", "ltx", "wan video"]
+NAMES = ["flux inpaint", "ltx", "wan video", pytest.param("klein, two references", marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("name", TASKS if os.environ.get("BALLAST_SOAK") else NAMES)
