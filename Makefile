@@ -36,7 +36,8 @@ soak: .venv/test-ready
 	BALLAST_SOAK=1 $(PYTEST) tests/pipelines/planning/test_budgets.py tests/pipelines/decoding/test_decode_budgets.py \
 		tests/pipelines/planning/test_plans.py tests/pipelines/families/test_pyramid_surface.py \
 		tests/pipelines/generic/test_pictures.py tests/memory/test_left_behind.py tests/memory/test_faults.py \
-		tests/memory/test_fault_mix.py tests/bench -m "not soak"
+		tests/memory/test_fault_mix.py tests/memory/test_sharing.py tests/memory/test_tiers.py \
+		tests/memory/test_disk_tier.py tests/bench -m "not soak"
 	for copies in cuda xpu; do BALLAST_COPIES=$$copies BALLAST_SOAK=1 $(PYTEST) tests/memory/engine \
 		tests/memory/striped tests/memory/codecs tests/pipelines/lora tests/pipelines/sampling -m "not eager" || exit 1; done
 

@@ -32,7 +32,7 @@ long, soak = (functools.partial(pytest.param, marks=mark) for mark in (pytest.ma
         long(["codecs", "--dry"], "codecs.json"),
         soak(["load", "--dry"], "load.json"),
         soak(["peers", "--dry"], "peers-sim-tiny.json"),
-        long(["gpu", "--dry", "--only", "tests"], ""),
+        soak(["gpu", "--dry", "--only", "tests"], ""),
         soak(["plans", "--dry"], "plans.json"),
         soak(["caches", "--dry"], "caches.json"),
     ],

@@ -36,7 +36,7 @@ def test_python_takes_at_most_30_us_a_group() -> None:
     assert 0 < found["overhead_us_per_group"]["cpu"] <= 30
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_file_is_what_the_solver_says_now() -> None:
     name = "Pyramid-Flow miniFlux"
     loads = published.find_loads(published.MODELS[name])

@@ -320,9 +320,9 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL")
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [1, 20])
 def test_killed_at_any_point_it_goes_on(kills: int, tmp_path: Path) -> None:
     """Each result is written once, and is that of a run which nobody disturbed."""
     seeds = range(1 if kills == 1 else 8)
@@ -361,13 +361,10 @@ _OURS = {
     "pyramid_mmdit": functools.partial(pyramid_folders.save, "mmdit"),
     "newbie": newbie_folders.official,
 }
-_EVERY = [
-    pytest.param(name, marks=pytest.mark.long if name == "pyramid" else pytest.mark.soak)
-    for name in (*tiny.FAMILIES, *_OURS)
-]
 
 
-@pytest.mark.parametrize("name", _EVERY)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", (*tiny.FAMILIES, *_OURS))
 def test_three_equal_lists_in_three_processes_make_each_result_once(name: str, tmp_path: Path) -> None:
     """And none forecasts what another has: the order of sets, which a hash seed decides, counts for nothing."""
     model, family = tmp_path / name, tiny.FAMILIES.get(name)

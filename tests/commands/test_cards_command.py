@@ -72,7 +72,7 @@ def all_gone(children: list[psutil.Process]) -> bool:
 
 
 @together
-@pytest.mark.long
+@pytest.mark.soak  # `test_cards` compares what two processes make
 def test_two_processes_write_the_picture_of_one(start: Start, tmp_path: Path) -> None:
     small = ("--width", "48", "--height", "48", "--steps", "2", "--batch", "2")
     for out, more in (("one.png", ()), ("two.png", ("--cards", "2", "--ram", "1GB"))):

@@ -16,6 +16,7 @@ from ballast.memory.files import read_json
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.files.single.published import FACTS
 from pictured.clocked import step_seconds
+from selection import few
 
 MODELS = {model.name: model for model in load_models()}
 NEAR = 0.02
@@ -45,7 +46,7 @@ CASES: dict[str, tuple[type, type, dict[str, tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, "FLUX.1 schnell", "Wan 2.1 text 1.3B"))
 def test_a_step_takes_as_long_as_in_diffusers(name: str) -> None:
     stock, kind, texts = CASES[name]
     model, folder = MODELS[name], FACTS / "models" / MODELS[name].facts

@@ -12,6 +12,7 @@ import torch
 from ballast.commands.main import main
 from places import ROOT
 from safetensors.torch import load_file
+from selection import few
 
 SIZE: dict[str, Any] = {"width": 64, "height": 64, "steps": 1, "guidance": 2.0}
 DEMO = ROOT / "demo" / "shapes"
@@ -21,7 +22,7 @@ def converted(to: str, out: Path, *more: str, model: Path = DEMO) -> int:
     return main(["convert", str(model), str(out), "--to", to, "--dtype", "bf16", *more])
 
 
-@pytest.mark.parametrize("weights", ["exact12", "int8", pytest.param("fp8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("weights", few(["exact12", "int8", "fp8"], "int8"))
 def test_the_file_runs_as_the_choice_of_weights_does(
     weights: str, tmp_path: Path, sim: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,7 +170,12 @@ def test_rows_are_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "form"), [("FLUX.1 dev", "fp8"), ("Wan 2.1 text 1.3B", "bf16"), ("FLUX.1 Kontext dev", "Q4")]
+    ("name", "form"),
+    [
+        pytest.param("FLUX.1 dev", "fp8", marks=pytest.mark.soak),
+        pytest.param("Wan 2.1 text 1.3B", "bf16", marks=pytest.mark.soak),
+        ("FLUX.1 Kontext dev", "Q4"),
+    ],
 )
 def test_rows_of_other_kinds_are_planned_again(name: str, form: str) -> None:
     assert_near(*row_of(name, form, [Computer(8, 16), Computer(12, 32)]))

@@ -23,9 +23,9 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize(
     ("command", "encoding"),
     [
-        ("batch", "ascii"),
-        pytest.param("generate", "cp1252", marks=pytest.mark.long),
-        pytest.param("missing", "ascii", marks=pytest.mark.long),
+        pytest.param("batch", "ascii", marks=pytest.mark.long),
+        pytest.param("generate", "cp1252", marks=pytest.mark.soak),
+        ("missing", "ascii"),
     ],
 )
 def test_characters_that_it_does_not_have_are_escaped(command: str, encoding: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ Folders = Callable[[str], Path]
 SOAK = bool(os.environ.get("BALLAST_SOAK"))
 FAST = "auraflow"  # all that a run does, in a few hundred operators
 ERRORS = (FaultError, InterruptProcessingException, KeyboardInterrupt)
+LATER = {"encode": pytest.mark.soak, "decode": pytest.mark.long}
 POINTS = 50 if SOAK else 15  # of each error in each stage
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -51,7 +52,7 @@ def test_out_of_memory_at_every_allocation_of_a_whole_run(keep: bool, tiny_folde
     The stages before the one that fails are undisturbed, and those after it get what it gave: they are not run.
     """
     run = Run.of(FAST, tiny_folders(FAST), keep=keep)
-    tried, step = 0, 1 if SOAK else 29 if keep else 5  # keeping is much the same
+    tried, step = 0, 1 if SOAK else 47 if keep else 5  # keeping is much the same
     for stage in STAGES:
         run(stage)
         sim.reset_stats()
@@ -87,7 +88,7 @@ def test_out_of_memory_at_any_allocation_of_streamed_encoders_and_transformers(
             sim.reset_stats()
             run(stage)
             allocations = sim.stats().allocation_count
-            for count in random.Random(way).sample(range(1, allocations + 1), 8 if SOAK else 4):
+            for count in random.Random(way).sample(range(1, allocations + 1), 8 if SOAK else 2):
                 with sim.fail_after(count):
                     result = run(stage)
                 assert run.is_same(stage, result), (way, stage, count)
@@ -95,13 +96,13 @@ def test_out_of_memory_at_any_allocation_of_streamed_encoders_and_transformers(
                 assert sim.stats().allocated_bytes == 0
                 tried[way] += 1
         assert run.is_same("decode", run.whole())
-    assert set(tried) == {"streamed", "from disk"} and min(tried.values()) >= 8
+    assert set(tried) == {"streamed", "from disk"} and min(tried.values()) == (16 if SOAK else 4)
 
 
 # Errors and interrupts
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=LATER[s]) if s in LATER else s for s in STAGES])
 def test_error_at_any_point_comes_out_as_itself_and_leaves_nothing(
     stage: str, tiny_folders: Folders, sim: ModuleType
 ) -> None:
@@ -142,7 +143,7 @@ def test_error_at_any_point_comes_out_as_itself_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", few(ERRORS, FaultError))
 def test_error_out_of_on_step(way: str, error: type[BaseException], tiny_folders: Folders, sim: ModuleType) -> None:
     run = Run.of(FAST, tiny_folders(FAST), **WAYS[way])
     raised = error("stop")

@@ -277,7 +277,7 @@ def test_compiled_blocks_stream(device: torch.device) -> None:
             placement.remove()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("sim", marks=pytest.mark.long), REAL])
+@pytest.mark.parametrize("kind", [pytest.param("sim", marks=pytest.mark.soak), REAL])
 def test_cuda_malloc_async_streams_too(kind: str, tmp_path: Path) -> None:
     """In a process of its own, since the allocator is chosen once; the simulated device has no such thing."""
     if kind == "real" and not torch.cuda.is_available():

@@ -130,7 +130,7 @@ OTHERS = {"skyreels_df": skyreels_df, "hunyuan_image": hunyuan_image, "motif_vid
 # Those that left something once, and all with BALLAST_SOAK=1.
 NAMES = [*(tiny.FAMILIES if os.environ.get("BALLAST_SOAK") else ("lumina2", "hunyuan_video15", "wan")), *OTHERS]
 
-SLOW = ("motif_video", "skyreels_df")
+SOON, LATER = ("lumina2",), dict.fromkeys(("hunyuan_image", "skyreels_df"), pytest.mark.long)
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +214,7 @@ def raising(error: type[BaseException]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in NAMES]
+    "name", [name if name in SOON else pytest.param(name, marks=LATER.get(name, pytest.mark.soak)) for name in NAMES]
 )
 def test_nothing_is_left_after_any_stage(
     name: str,

@@ -135,7 +135,7 @@ class Run:
 # The rows of what went wrong
 
 
-@pytest.mark.parametrize("drop_first", [True, False])
+@pytest.mark.parametrize("drop_first", few([True, False], False))
 def test_changed_vram_budget_changes_the_placement_and_reads_nothing(
     models: dict[str, Path], room: dict[str, int], expected: dict[str, torch.Tensor], sim: ModuleType, drop_first: bool
 ) -> None:
@@ -202,7 +202,7 @@ def test_what_other_runs_have_kept_makes_room_for_a_stated_budget(
     del pipe, pipes, run
 
 
-@pytest.mark.parametrize("strategy", few(["auto", "leafwise", "resident", "streamed"], "auto", "streamed"))
+@pytest.mark.parametrize("strategy", few(["auto", "leafwise", "resident", "streamed"], "streamed"))
 def test_ram_budget_holds_in_every_placement(
     models: dict[str, Path], expected: dict[str, torch.Tensor], sim: ModuleType, strategy: str
 ) -> None:
@@ -517,7 +517,9 @@ def test_any_sequence_of_changes(
 ) -> None:
     machine = type("Machine", (Changes,), {"models": models, "room": room, "expected": expected, "sim": sim})
     machine.TestCase.settings = settings(  # type: ignore[attr-defined]
-        max_examples=20, stateful_step_count=10, suppress_health_check=list(HealthCheck)
+        max_examples=20 if os.environ.get("BALLAST_SOAK") else 7,
+        stateful_step_count=10,
+        suppress_health_check=list(HealthCheck),
     )
     test: Callable[[], None] = machine.TestCase("runTest").runTest  # type: ignore[attr-defined]
     test()

@@ -80,10 +80,11 @@ def test_same_prompt_in_a_new_process_reads_no_encoder_bytes(folder: Path) -> No
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    first, second = run(), run()
-    assert first[0] > 0
-    assert second[0] == 0
-    assert second[1] == first[1]
+    before = ballast.memory.manager("cpu").disk_bytes_read
+    pipe = ballast.open_pipeline(folder, device="cpu")
+    cond = pipe.encode("a boat", "grey")
+    assert pipe.manager.disk_bytes_read > before
+    assert run() == [0, float(cond.tensors["prompt_embeds"].sum())]
 
 
 def test_changed_dtype_is_a_miss(folder: Path) -> None:
@@ -172,7 +173,9 @@ class InterruptProcessingException(BaseException):  # noqa: N818  (the host's na
 
 
 @pytest.mark.parametrize("name", ["lumina2", "wan", "hidream"])
-@pytest.mark.parametrize("error", [InterruptProcessingException, KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize(
+    "error", few([InterruptProcessingException, KeyboardInterrupt, ValueError], InterruptProcessingException)
+)
 def test_interrupt_leaves_nothing_and_the_next_run_works(
     name: str, error: type[BaseException], tiny_folders: Folders, sim: ModuleType
 ) -> None:
@@ -220,7 +223,7 @@ def test_out_of_memory_in_any_stage_is_survived(stage: str, folder: Path, sim: M
         "decode": lambda: pipe.decode(latents),
     }[stage]
     expected = {"encode": cond.tensors["prompt_embeds"], "sample": latents, "decode": picture}[stage]
-    for count in (1, 10, 50, 100, 200):
+    for count in (1, 50, 200):
         pipe.cache.clear()
         with sim.fail_after(count):
             result = run()
@@ -481,7 +484,7 @@ def test_encoders_take_turns_also_when_the_transformer_is_kept(tiny_folders: Fol
 
 
 @pytest.mark.parametrize("name", few(["flux", "sd3", "hidream", "wan", "qwenimage", "mochi"], *THREE))
-@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", few(["auto", "bf16", "fp16"], "auto", "bf16"))
 def test_sizes_are_known_before_loading(name: str, dtype: str, tiny_folders: Folders) -> None:
     pipe = ballast.open_pipeline(tiny_folders(name), device="cpu", dtype=dtype)
     for unit in (*pipe.encoders, *pipe.denoisers, pipe.decoder):

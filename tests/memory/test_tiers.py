@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +61,7 @@ def pages() -> int:
     return sum(weight_pages().values())
 
 
-@pytest.mark.parametrize("vram_share", few([0, 0.3, 0.7, 1], 0, 0.3))
+@pytest.mark.parametrize("vram_share", few([0, 0.3, 0.7, 1], 0.3))
 @pytest.mark.parametrize("ram_share", few([0, 0.25, 0.5, 0.75, 0.999], 0.25, 0.999))
 def test_any_mix_of_tiers_gives_the_same_and_is_as_planned(
     vram_share: float, ram_share: float, bench: Bench, sim: ModuleType
@@ -112,7 +113,7 @@ def test_what_stays_on_the_device_needs_no_copy_in_ram(bench: Bench, sim: Module
 @pytest.mark.long
 def test_less_of_either_budget_is_never_planned_faster(bench: Bench, sim: ModuleType) -> None:
     sim.enable(total="1GB", h2d_gbps=5.0, tflops=0.1, disk_gbps=0.3)
-    shares = [0, 0.2, 0.4, 0.6, 0.8, 1]
+    shares = [0, 0.3, 0.6, 1]
     rows = [[bench.plan(bench.open(vram, ram)).step_seconds for ram in shares] for vram in shares]
     for row in (*rows, *zip(*rows, strict=True)):
         assert all(more <= less for less, more in zip(row, row[1:], strict=False))
@@ -120,7 +121,7 @@ def test_less_of_either_budget_is_never_planned_faster(bench: Bench, sim: Module
 
 
 @pytest.mark.parametrize("disk_gbps", few([0.02, 0.2], 0.2))
-@pytest.mark.parametrize("ram_share", few([0, 0.3, 0.6, 0.9], 0, 0.6))
+@pytest.mark.parametrize("ram_share", few([0, 0.3, 0.6, 0.9], 0.6))
 def test_planned_seconds_are_those_of_the_virtual_clock(
     ram_share: float, disk_gbps: float, bench: Bench, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +142,9 @@ def clock(sim: ModuleType) -> float:
 
 
 @pytest.mark.long
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6 if os.environ.get("BALLAST_SOAK") else 2, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans()), min_size=2, max_size=5), st.data())
 def test_budgets_change_between_runs_and_in_the_middle(
     bench: Bench, sim: ModuleType, runs: list[tuple[float, float, bool]], data: st.DataObject

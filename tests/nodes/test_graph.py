@@ -214,7 +214,7 @@ def test_alternating_pipelines_reload_what_the_optimum_does(ours: MemoryManager)
         assert torch.equal(results[name][0]["samples"], free[name][0]["samples"])
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_what_later_nodes_need_stays(ours: MemoryManager) -> None:
     """When the third comes, the first is the least recently used, and the one that the next node needs."""
     prompt = alternating(NAMES, 4)

@@ -42,7 +42,9 @@ def previews(name: str, size: int) -> list[Any]:
     return [preview for _, total, preview in shown.progress if total == 3]  # the others are of what is read
 
 
-@pytest.mark.parametrize(("name", "size"), [(DEMO, 64), ("lumina2", 32), ("flux", 32)])
+@pytest.mark.parametrize(
+    ("name", "size"), [(DEMO, 64), pytest.param("lumina2", 32, marks=pytest.mark.soak), ("flux", 32)]
+)
 def test_every_picture_model_shows_its_steps(
     name: str, size: int, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,7 +141,7 @@ def test_the_tokenizer_splits_words(pipe: Lumina2Pipeline) -> None:
         assert words(name) == ["<bos>", name]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_pictures_show_what_the_prompts_say(pipe: Lumina2Pipeline) -> None:
     images = _draw(pipe, [data.caption(label) for label in GRID_LABELS])
     assert {image.size for image in images} == {(data.SIZE, data.SIZE)}

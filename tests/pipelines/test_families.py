@@ -220,11 +220,19 @@ def test_notes_of_libraries_do_not_count() -> None:
         assert key_text(config | other) != key_text(config)
 
 
-@pytest.mark.long
-def test_each_process_has_the_same_keys(tiny_folders: Folders, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        pytest.param(("hidream", "wan"), "flux", marks=pytest.mark.long),
+        pytest.param(("flux", "sd3", "qwenimage"), "mmdit", marks=pytest.mark.soak),
+    ],
+)
+def test_each_process_has_the_same_keys(
+    names: tuple[str, ...], kind: str, tiny_folders: Folders, tmp_path: Path
+) -> None:
     """Of models, prompts, forecasts and files of encoded weights, whatever the order of sets."""
-    models = [tiny_folders(name) for name in ("hidream", "flux", "sd3", "wan", "qwenimage")]
-    models += [pyramid_folders.save(kind, tmp_path / f"pyramid_{kind}") for kind in ("flux", "mmdit")]
+    models = [tiny_folders(name) for name in names]
+    models.append(pyramid_folders.save(kind, tmp_path / f"pyramid_{kind}"))
     models.append(newbie_folders.official(tmp_path / "newbie"))
     command = [sys.executable, str(SUPPORT / "process_keys.py"), *map(str, models)]
     running = []

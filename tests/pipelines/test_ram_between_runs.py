@@ -74,8 +74,11 @@ def runs(tiny_folders: Folders, sim: ModuleType, root: Path) -> Callable[[str, f
     return opened
 
 
+FAMILIES = [pytest.param(name, marks=pytest.mark.soak) for name in ("wan", "newbie", "pyramid")]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["flux", "sd3", "wan", "newbie", "pyramid"])
+@pytest.mark.parametrize("name", ["flux", "sd3", *FAMILIES])
 def test_encoders_whose_prompt_is_known_leave_ram_to_what_runs_again(
     name: str, runs: Callable[[str, float], Runs]
 ) -> None:

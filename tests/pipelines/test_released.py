@@ -21,12 +21,10 @@ from ballast.pipelines.equivalence import check, released
 from ballast.pipelines.equivalence.verdicts import Verdict
 from ballast.pipelines.models.diffusers.diffusers_model import DiffusersModel
 from pictured.pictures import picture
-from selection import few
 
 UPDATES = bool(os.environ.get("UPDATE_VERDICTS"))
 FOLDERS = [f"folder {name}" for name in (*full_size.FULL_SIZE, *full_size.EDIT_PARTS)]  # with encoders as on the Hub
 MODELS = [*published_folders.MODELS, *FOLDERS]
-SOON = ("Chroma", "folder flux")
 TASKS: dict[str, dict[str, Any]] = {
     "": {},
     "image": {"image": True},
@@ -81,16 +79,6 @@ def compared(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict
 def test_what_the_table_says_is_what_the_comparison_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_table(name, tmp_path, monkeypatch)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", few(SOON, SOON[0]))
-def test_what_the_table_says_of_two(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_table(name, tmp_path, monkeypatch)
-
-
-def check_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build(name, tmp_path / "model")
     found = {key: released.entry(verdict) for key, verdict in compared(folder, tmp_path / "cache", monkeypatch).items()}
     known = json.loads(released.TABLE.read_text("utf-8"))

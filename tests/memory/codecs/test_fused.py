@@ -31,6 +31,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAME = f"{fused.__package__}.kernels"
 KINDS = [kind for kind in TYPES.values() if kind.decode]
+LARGE = [  # of several programs, which are interpreted slowly
+    Fp8((2050,), BF16, torch.float8_e5m2, 1),
+    Mxfp8((260, 1100), BF16),
+    Nvfp4((260, 1100), BF16),
+]
 ODD: list[Codec] = [  # in sizes that are no multiples of what a program decodes
     *(codec_of(kind, (7, 3 * kind.weights), BF16) for kind in KINDS),
     *(codec_of(kind, (3, 1280), BF16) for kind in KINDS),
@@ -38,11 +43,9 @@ ODD: list[Codec] = [  # in sizes that are no multiples of what a program decodes
     Int8((5, 7), BF16, torch.int8, 1, BF16),
     Int8((3, 2, 3, 3), BF16, torch.int8, 3, F16),
     Fp8((5, 1031), BF16, torch.float8_e4m3fn, 5),
-    Fp8((2050,), BF16, torch.float8_e5m2, 1),
     Mxfp8((131, 70), BF16),
-    Mxfp8((260, 1100), BF16),
     Nvfp4((131, 70), BF16),
-    Nvfp4((260, 1100), BF16),
+    *LARGE,
     FourBit((3, 1031), BF16, 64),
     FourBit((17, 1031), BF16, 32, 0.3),
 ]
@@ -99,8 +102,16 @@ def launched(codec: Codec, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 # The interpreter rounds to bfloat16 by cutting off, so bits are compared in the other types; `test_gpu` does on a card.
-@pytest.mark.parametrize("dtype", [F16, F32])
-@pytest.mark.parametrize("codec", ODD, ids=told)
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        pytest.param(
+            codec, dtype, marks=pytest.mark.soak if codec in LARGE and dtype == F16 else (), id=f"{told(codec)}-{dtype}"
+        )
+        for codec in ODD
+        for dtype in (F16, F32)
+    ],
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_fused_is_eager_bit_for_bit(codec: Codec, dtype: torch.dtype, interpreted: ModuleType) -> None:
     codec = replace(codec, dtype=dtype)

@@ -75,7 +75,10 @@ def built(widths: list[int], folder: Path, where: str) -> tuple[nn.Module, torch
     return module, expected, None if where == "ram" else on_disk(module, folder, kept=where)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40 if os.environ.get("BALLAST_SOAK") else 14,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     widths=st.lists(st.integers(8, 48), min_size=3, max_size=8),
     begins=st.floats(0, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -37,6 +38,17 @@ def opened(cache: Path, weights: str = "auto", **more: Any) -> Any:
     return ballast.open_pipeline(DEMO, "sim", dtype="bf16", cache_dir=cache, weights=weights, **more)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is found out of the pipeline with plain weights."""
+    return tmp_path_factory.mktemp("plain")
+
+
+@functools.cache
+def encoded(plain: Path) -> Any:
+    return opened(plain).encode("a red circle")
+
+
 def files(cache: Path) -> list[Path]:
     return sorted((cache / "encoded").glob("*"))
 
@@ -65,10 +77,10 @@ def test_every_placement_runs_from_the_file(weights: str, tmp_path: Path, sim: M
     assert torch.equal(expected, plain.sample(cond, **SIZE)) == (weights == "exact12")
     forget(once)
     written: list[tuple[Path, int]] = []
-    for _ in range(2):
+    for strategies in (("resident",), ("resident", "streamed", "leafwise", "cpu", "resident")):
         pipe = opened(tmp_path, weights)
         (dit,) = pipe.denoisers
-        for strategy in ("resident", "streamed", "leafwise", "cpu", "resident"):
+        for strategy in strategies:
             assert torch.equal(pipe.sample(cond, **SIZE, strategy=strategy), expected), strategy
             assert dit.source() is not None and not dit.unconverted_bytes
             assert sim.stats().allocated_bytes == sim.stats().hazards == 0
@@ -86,10 +98,10 @@ def test_every_placement_runs_from_the_file(weights: str, tmp_path: Path, sim: M
         del pipe, dit, short
 
 
-def test_a_plan_before_the_first_run_counts_on_the_file(tmp_path: Path, sim: ModuleType) -> None:
+def test_a_plan_before_the_first_run_counts_on_the_file(plain: Path, tmp_path: Path, sim: ModuleType) -> None:
     within: dict[str, Any] = {"vram": 2 * 10**6, "ram": 10**6}
     pipe = opened(tmp_path, "exact12", **within)
-    cond = opened(tmp_path / "plain").encode("a red circle")
+    cond = encoded(plain)
     before = pipe.plan(**SIZE, cond=cond)
     assert before.sampling.fits and not files(tmp_path), "a plan writes nothing"
     told = re.search(r"The first run converts weights, once, into files of about ([\d.]+ MB)\.", str(before))
@@ -104,11 +116,11 @@ def test_a_plan_before_the_first_run_counts_on_the_file(tmp_path: Path, sim: Mod
 
 
 def test_what_another_process_has_written_meanwhile_stays(
-    tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    plain: Path, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be reading it, and goes by its stamp."""
     pipe = opened(tmp_path, "exact12")
-    cond = opened(tmp_path / "plain").encode("a red circle")
+    cond = encoded(plain)
     expected = pipe.sample(cond, **SIZE)
     (path,) = files(tmp_path)
     whole, stamps = path.read_bytes(), []
@@ -131,9 +143,11 @@ def test_what_another_process_has_written_meanwhile_stays(
 
 
 @pytest.mark.long
-def test_a_damaged_file_is_made_again(tmp_path: Path, sim: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_made_again(
+    plain: Path, tmp_path: Path, sim: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
     pipe = opened(tmp_path, "exact12")
-    cond = opened(tmp_path / "plain").encode("a red circle")
+    cond = encoded(plain)
     expected = pipe.sample(cond, **SIZE)
     (path,) = files(tmp_path)
     whole = path.read_bytes()
@@ -149,10 +163,10 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, sim: ModuleType, caplog: p
 
 
 def test_stopping_leaves_no_file_and_the_next_run_writes_it(
-    tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    plain: Path, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = opened(tmp_path, "int8")
-    cond = opened(tmp_path / "plain").encode("a red circle")
+    cond = encoded(plain)
     left = [0, 3, 11]
 
     def stop() -> None:
@@ -174,10 +188,10 @@ def test_stopping_leaves_no_file_and_the_next_run_writes_it(
 
 @pytest.mark.parametrize("trouble", ["no room", "no folder", "full in the middle"])
 def test_a_file_that_cannot_be_written_is_one_line(
-    trouble: str, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    trouble: str, plain: Path, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the bytes that it takes. Nothing stays behind, and the next run writes it once there is room."""
-    cond = opened(tmp_path / "plain").encode("a red circle")
+    cond = encoded(plain)
     pipe = opened(tmp_path, "int8")
     if trouble == "no room":
         few = shutil.disk_usage(tmp_path)._replace(free=2**30 + 1000)
@@ -208,18 +222,18 @@ def test_a_file_that_cannot_be_written_is_one_line(
     ("damage", "ram", "keep"),
     [
         ("folder deleted", None, True),
-        ("deleted", 0.6, False),
-        ("cut", None, False),
-        ("emptied", 0.6, True),
+        pytest.param("deleted", 0.6, False, marks=pytest.mark.soak),
+        pytest.param("cut", None, False, marks=pytest.mark.soak),
+        pytest.param("emptied", 0.6, True, marks=pytest.mark.soak),
         ("written again", 0.6, False),
-        ("replaced", None, False),
+        pytest.param("replaced", None, False, marks=pytest.mark.soak),
     ],
 )
 def test_a_file_that_is_gone_or_another_is_made_again(
-    damage: str, ram: float | None, keep: bool, tmp_path: Path, sim: ModuleType
+    damage: str, ram: float | None, keep: bool, plain: Path, tmp_path: Path, sim: ModuleType
 ) -> None:
     """In the same process and pipeline, whatever was in RAM, on the device, or being run from disk."""
-    cond = opened(tmp_path / "plain").encode("a red circle")
+    cond = encoded(plain)
     pipe = opened(tmp_path, "int8", keep=keep)
     expected = pipe.sample(cond, **SIZE)
     (path,) = files(tmp_path)
@@ -246,8 +260,8 @@ def test_a_file_that_is_gone_or_another_is_made_again(
     forget(pipe)
 
 
-def test_a_file_that_goes_while_it_is_run_from_is_made_again(tmp_path: Path, sim: ModuleType) -> None:
-    cond = opened(tmp_path / "plain").encode("a red circle")
+def test_a_file_that_goes_while_it_is_run_from_is_made_again(plain: Path, tmp_path: Path, sim: ModuleType) -> None:
+    cond = encoded(plain)
     pipe = opened(tmp_path, "int8")
     expected = pipe.sample(cond, **SIZE)
     (path,) = files(tmp_path)
@@ -260,10 +274,10 @@ def test_a_file_that_goes_while_it_is_run_from_is_made_again(tmp_path: Path, sim
 
 
 def test_all_files_together_are_bounded(
-    tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plain: Path, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was not used for longest goes; what is in use here, or was within an hour, and files of others stay."""
-    cond = opened(tmp_path / "plain").encode("a red circle")
+    cond = encoded(plain)
     folder = tmp_path / "encoded"
     folder.mkdir()
     long_ago, names = time.time() - 10**6, []

@@ -15,6 +15,7 @@ from ballast.memory import manager
 from ballast.memory.codecs.converters import CONVERTERS
 from diffusers import Lumina2Transformer2DModel
 from places import ROOT
+from selection import few
 
 SIZE: dict[str, Any] = {"width": 64, "height": 64, "steps": 2, "guidance": 2.0}
 Folders = Callable[[str], Path]
@@ -40,7 +41,7 @@ def rounded(folder: Path, weights: str, root: Path) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("weights", ["exact12", "int8", "fp8"])
+@pytest.mark.parametrize("weights", few(["exact12", "int8", "fp8"], "int8"))
 def test_every_placement_gives_what_the_decoded_weights_give(weights: str, tmp_path: Path, sim: ModuleType) -> None:
     plain = opened(DEMO)
     cond = plain.encode("a red circle")

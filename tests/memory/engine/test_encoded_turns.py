@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from encoded_folders import Pair
 from fault_points import KINDS, FaultError, InterruptProcessingException, raised_at
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from selection import few
 from streamed_models import least_bytes, streamed_engine
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
@@ -64,7 +66,9 @@ HALF_IN_RAM = [
 FAULT = st.none() | st.tuples(st.sampled_from(KINDS), st.integers(1, 400), st.booleans())
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6 if os.environ.get("BALLAST_SOAK") else 2, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(runs=st.lists(st.tuples(RUN, FAULT), min_size=2, max_size=5))
 @example(runs=HALF_IN_RAM)
 def test_budgets_host_calls_and_interrupts(bench: Bench, sim: ModuleType, runs: list[Any]) -> None:
@@ -101,7 +105,7 @@ def test_budgets_host_calls_and_interrupts(bench: Bench, sim: ModuleType, runs: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["q8_0", "int8"])
+@pytest.mark.parametrize("how", few(["q8_0", "int8"], "q8_0"))
 def test_compiled_blocks_give_the_same_from_as_many_graphs(
     how: str, tiny_folders: Callable[[str], Path], tmp_path: Path
 ) -> None:

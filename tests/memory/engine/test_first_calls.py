@@ -73,9 +73,7 @@ def planned(dit: ManagedModel, strategy: str, vram: int, ram: int, work: UnitFor
     return make_plan("dit", sizes, work, Room(vram, ram), known, PlanRequest(strategy), held)
 
 
-@pytest.mark.parametrize(
-    "seed", [*QUICK, *(pytest.param(n, marks=MARKS[n < 30]) for n in range(180) if n not in QUICK)]
-)
+@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(n, marks=MARKS[n < 8]) for n in range(180) if n not in QUICK)])
 def test_a_first_call_takes_what_is_planned(seed: int, sim: ModuleType, tmp_path: Path) -> None:
     """Whatever is slowest, wherever the weights are to lie, and wherever they lay before."""
     gc.collect()

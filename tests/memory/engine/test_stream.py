@@ -22,7 +22,7 @@ from ballast.memory.weights.groups import CallOrder, divide
 from ballast.memory.weights.structure import block_lists, parameter_refs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from selection import few
+from selection import THREE, few
 from streamed_models import (
     SIM,
     WIDTH,
@@ -62,7 +62,7 @@ def test_block_lists_are_the_top_ones_that_are_called() -> None:
 # Results
 
 
-@pytest.mark.parametrize("name", ["lumina2", "flux", "sd3", "hidream", "wan", "t5", "clip", "llama"])
+@pytest.mark.parametrize("name", few(["lumina2", "flux", "sd3", "hidream", "wan", "t5", "clip", "llama"], *THREE, "t5"))
 def test_real_models_give_what_they_give_resident(name: str, sim: ModuleType) -> None:
     module, arguments = model(name)
     resident = resident_engine(module, torch.device(SIM))
@@ -540,8 +540,8 @@ def loads(module: nn.Module, tokens: dict[str, int], ratio: float) -> Loads:
     return Loads(tuple(made), 1.0)
 
 
-@pytest.mark.parametrize("ratio", [0.3, 1, 1.5, 3])
-@pytest.mark.parametrize("resident", [0, 3, 5, 8, 12])
+@pytest.mark.parametrize("ratio", few([0.3, 1, 1.5, 3], 1, 3))
+@pytest.mark.parametrize("resident", few([0, 3, 5, 8, 12], 0, 5, 12))
 def test_steady_steps_take_what_the_bound_says(ratio: float, resident: int, sim: ModuleType) -> None:
     step, bound = timed(sim, ratio, resident)
     assert bound * 0.999 <= step <= bound * 1.02
@@ -575,7 +575,7 @@ class Square(nn.Module):
 
 
 @pytest.mark.parametrize("ratio", few([0.3, 1, 1.5, 3], 1, 1.5))
-@pytest.mark.parametrize("share", [0, 0.2, 0.35, 0.5, 0.75])
+@pytest.mark.parametrize("share", few([0, 0.2, 0.35, 0.5, 0.75], 0.2, 0.5))
 @pytest.mark.parametrize(
     "lists", [[(19, 155), (38, 100)], [(49, 20), (16, 131), (32, 100)]], ids=["flux-like", "hidream-like"]
 )

@@ -61,7 +61,7 @@ def captured(name: str, folder: Path) -> tuple[Any, Any, list[tuple[tuple, dict]
     return unit, forward, calls
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_all_families_with_a_batch_are_tested(tiny_folders: Folders) -> None:
     batched = [
         name

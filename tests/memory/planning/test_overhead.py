@@ -25,6 +25,7 @@ from ballast.memory.rates import ASSUMED
 from ballast.memory.simulated import CardOverhead
 from hypothesis import given
 from hypothesis import strategies as st
+from selection import few
 
 Folders = Callable[[str], Path]
 KB = 1024
@@ -144,7 +145,7 @@ def by_driver(tensor_bytes: int) -> int:
     return int(pool) + CARD.context_bytes + CARD.library_bytes
 
 
-@pytest.mark.parametrize("name", ["flux", pytest.param("cogvideox", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", few(["flux", "cogvideox"], "flux"))
 @pytest.mark.parametrize("share", [0.3, 2.0])
 def test_plan_after_one_run_is_what_the_next_takes(
     name: str, share: float, tiny_folders: Folders, sim: ModuleType
@@ -209,7 +210,7 @@ def test_each_stage_of_a_second_run_is_planned_as_it_is(way: str, tiny_folders: 
     whole = bench.pipe.plan(**size, vram="1GB")
     decoding = next(stage for stage in whole.stages if stage.name == "decode").peak_vram_bytes
     vram = by_driver(whole.peak_vram_bytes if way == "whole" else decoding * 6 // 10)
-    for run in range(3):
+    for run in range(2):
         prompt: dict[str, Any] = {"prompt": f"a boat, {run}"} if way == "whole" else {"cond": bench.cond}
         pipe = bench.pipe.within(vram=vram)
         plan = pipe.plan(**size, **prompt)

@@ -26,6 +26,7 @@ from ballast.pipelines.files.components import Component, read_components, read_
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from selection import few
 from streamed_models import weight_pages
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -71,7 +72,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 # The others are read as their stock pipelines read them in `test_families`, too.
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("flux", "hidream", "sd3", "wan") else pytest.param(n, marks=pytest.mark.soak) for n in tiny.FAMILIES],
+    few(tiny.FAMILIES, "hidream", "wan"),
 )
 def test_every_family_is_read_as_from_pretrained_reads_it(
     name: str, tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch

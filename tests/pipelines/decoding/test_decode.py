@@ -184,7 +184,7 @@ def test_pictures_that_are_done_are_kept(pipe: Any, sim: ModuleType, monkeypatch
 
 @pytest.mark.long
 def test_tiles_where_ram_is_short(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    z = latents(1, 80, 80)
+    z = latents(1, 40, 40)
     pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, z, 0.9))
     monkeypatch.setattr(copies, "spare_ram_bytes", lambda: 0)
     taken = ways_taken(monkeypatch)

@@ -86,8 +86,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def marked(case: tuple[str, str, str]) -> Any:
+    """Each place once, and what is removed once: all else is of the soak."""
+    soon = case[2] != "removed" if case[0] == FAST else case[1] == "kept, from disk" and case[2] == "removed"
+    return case if soon else pytest.param(*case, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize("part", few(["text_encoder", "transformer", "vae"], "transformer"))
-@pytest.mark.parametrize(("name", "where", "how"), CASES)
+@pytest.mark.parametrize(("name", "where", "how"), map(marked, CASES))
 def test_changed_weights_are_never_mixed(
     name: str, where: str, how: str, part: str, made: Callable[[str], Path], cache: Path, sim: ModuleType
 ) -> None:

@@ -23,6 +23,7 @@ from pictured import pipelines as tiny_pictured
 from pictured.pictures import mask, picture, pil
 from pipeline_classes import odd_pipelines
 from safetensors.torch import load_file, save_file
+from selection import few
 
 Folders = Callable[[str], Path]
 WIDTH, HEIGHT, STEPS, SEED = 48, 32, 5, 3
@@ -105,8 +106,8 @@ def seen_calls(unit: str) -> int:
     ("name", "all_words"),
     [
         ("flux_controlnet", ["middle"]),
-        pytest.param("qwen_controlnet", list(SETTINGS), marks=pytest.mark.long),
-        *(pytest.param(n, list(SETTINGS), marks=pytest.mark.soak) for n in PLAIN if n != "qwen_controlnet"),
+        pytest.param("qwen_controlnet", ["whole", "late", "middle"], marks=pytest.mark.long),
+        *(pytest.param(n, list(SETTINGS), marks=pytest.mark.soak) for n in PLAIN),
     ],
 )
 def test_strength_and_part_of_the_steps_equal_stock(
@@ -205,7 +206,12 @@ def test_one_follows_several_pictures(apart: Callable[[str], tuple[Path, Path]],
 
 
 @pytest.mark.parametrize(
-    "name", ["flux_controlnet", *(pytest.param(n, marks=pytest.mark.long) for n in list(PLAIN)[1:])]
+    "name",
+    [
+        "flux_controlnet",
+        pytest.param("sd3_controlnet", marks=pytest.mark.soak),
+        pytest.param("qwen_controlnet", marks=pytest.mark.long),
+    ],
 )
 def test_a_single_file_is_its_folder(name: str, apart: Callable[[str], tuple[Path, Path]], sim: ModuleType,
                                      tmp_path: Path) -> None:  # fmt: skip
@@ -268,7 +274,7 @@ def test_one_whose_share_is_over_leaves(range_: tuple[float, float], folders: Fo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("vram", [1_220_000, 1_700_000])
+@pytest.mark.parametrize("vram", few([1_220_000, 1_700_000], 1_220_000))
 def test_it_runs_in_part_of_the_steps_in_any_budget(vram: int, folders: Folders, sim: ModuleType) -> None:
     """Also where both take turns, and with what is computed once."""
     whole = ballast.open_pipeline(folders("flux_controlnet"), device="sim")

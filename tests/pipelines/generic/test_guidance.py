@@ -92,12 +92,15 @@ def tells_its_transformer(cls: Any) -> bool:
 
 
 @pytest.mark.long
-def test_the_code_of_every_class_can_be_read() -> None:
+@pytest.mark.parametrize("every", few([1, 5], 5))
+def test_the_code_of_every_class_can_be_read(every: int) -> None:
     """That of Qwen-Image-Layered has texts over several lines that begin at column 0."""
-    found = {cls.__name__: obstacle(cls) for cls in pipeline_classes()}
+    classes = list(pipeline_classes())
+    assert len(classes) > 200
+    named = [diffusers.QwenImageLayeredPipeline, diffusers.HeliosPipeline]
+    found = {cls.__name__: obstacle(cls) for cls in (*classes[::every], *named)}
     assert found["QwenImageLayeredPipeline"].startswith("its text_encoder writes tokens")
     assert found["HeliosPipeline"].startswith("it draws a video in sections")
-    assert len(found) > 200
 
 
 @pytest.mark.long

@@ -394,10 +394,12 @@ def test_several_prompts_share_a_picture(folders: Folders) -> None:
     assert not torch.allclose(several[1], pipe.sample(two, **run, image=ONE)[1], atol=1e-2)
 
 
-OTHERS = ("sd3_controlnet", "qwen_controlnet", "flux_control")
+OTHERS, OFTEN = ("sd3_controlnet", "qwen_controlnet", "flux_control"), {"qwen_controlnet": pytest.mark.soak}
 
 
-@pytest.mark.parametrize("name", ["flux_controlnet", *(pytest.param(n, marks=pytest.mark.long) for n in OTHERS)])
+@pytest.mark.parametrize(
+    "name", ["flux_controlnet", *(pytest.param(n, marks=OFTEN.get(n, pytest.mark.long)) for n in OTHERS)]
+)
 def test_several_to_follow_make_a_batch(name: str, folders: Folders, sim: ModuleType) -> None:
     """Each is the stock call's result of that picture and seed; one for each of several prompts as in its own lists."""
     follow, run = torch.cat([ONE, ONE.flip(1)]), {"width": WIDTH, "height": HEIGHT, "steps": 2}

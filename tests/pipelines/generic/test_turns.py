@@ -54,7 +54,7 @@ def test_both_come_once_where_both_fit(name: str, folders: Folders, sim: ModuleT
     for more in ({}, {"weights": "int8"}):
         pipe = ballast.open_pipeline(folders(name), device="sim", **more)
         cond = pipe.encode("a boat")
-        came = {run(pipe, cond, steps)[2] for steps in (4, 20, 40)}
+        came = {run(pipe, cond, steps)[2] for steps in (4, 20)}
         assert len(came) == 1 and came == {sum(unit.size_bytes for unit in pipe.denoisers)}
         assert sim.stats().allocated_bytes == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,8 @@ from ballast.memory.sizes import parse_bytes
 
 Folders = Callable[[str], Path]
 FORCED = ("resident", "streamed", "leafwise")
+SOON = (("flux", "resident"), ("flux", "streamed"), ("lumina2", "leafwise"))
+LATER = (("wan", "leafwise"), ("mmdit", "streamed"))
 
 
 def run_of(name: str, folders: Folders, tmp_path: Path) -> tuple[Any, dict[str, Any]]:
@@ -33,10 +36,12 @@ def run_of(name: str, folders: Folders, tmp_path: Path) -> tuple[Any, dict[str, 
     return ballast.open_pipeline(folder, device="sim"), {"steps": 2, **size}
 
 
-@pytest.mark.parametrize("strategy", FORCED)
-@pytest.mark.parametrize(
-    "name", ["flux", "lumina2", *(pytest.param(n, marks=pytest.mark.long) for n in ("wan", "mmdit"))]
-)
+def marked(case: tuple[str, str]) -> Any:
+    mark = pytest.mark.long if case in LATER else pytest.mark.soak
+    return case if case in SOON else pytest.param(*case, marks=mark)
+
+
+@pytest.mark.parametrize(("name", "strategy"), map(marked, product(("flux", "lumina2", "wan", "mmdit"), FORCED)))
 def test_forced_strategy_keeps_the_budget_or_is_refused(
     name: str, strategy: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
 ) -> None:

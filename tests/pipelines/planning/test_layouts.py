@@ -11,15 +11,12 @@ import pytest
 import tiny
 import torch
 from ballast.memory import manager
+from selection import few
 
 Folders = Callable[[str], Path]
 
-FAMILIES = ["flux", "wan", "lumina2"]
 
-
-@pytest.mark.parametrize(
-    "name", [n if n in FAMILIES else pytest.param(n, marks=pytest.mark.soak) for n in tiny.FAMILIES]
-)
+@pytest.mark.parametrize("name", few(tiny.FAMILIES, "flux"))
 def test_planned_layout_is_the_one_in_force(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     sim.enable(total="1GB", h2d_gbps=0.02, tflops=1e-3)
     family = tiny.FAMILIES[name]

@@ -20,6 +20,7 @@ from ballast.pipelines.planning.vae_forecasts import VaeForecasts
 from pictured import pipelines as tiny_pictured
 from pictured.clocked import klein_step_seconds
 from pictured.pictures import mask, picture
+from selection import few
 
 Folders = Callable[[str], Path]
 ONE = picture(96, 64)
@@ -43,7 +44,7 @@ def _without_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", few(RUNS, "kontext", "ltx"))
 def test_predicted_peaks_are_what_is_measured(name: str, folders: Folders, sim: ModuleType) -> None:
     """Of each stage: never below, at most 5 % above; resident and streamed; the same latents."""
     pipe = ballast.open_pipeline(folders(name), device="sim")

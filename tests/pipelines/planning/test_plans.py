@@ -31,6 +31,7 @@ from ballast.pipelines.planning import forecast_cache, forecasts
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
 from places import TESTS
 from safetensors.torch import load_file, save_file
+from selection import few
 
 Folders = Callable[[str], Path]
 SCALES = ((1, 1), (2, 1), (1, 2))  # of a family's own width and height
@@ -62,10 +63,11 @@ def sampling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SOME = ("flux", "hidream", "qwenimage")
+CUT_SHORT = '{"sample": {"idle_bytes": 0, "units": {"dit": {}}, "steps": 1}}'
 
 
 @pytest.mark.usefixtures("sampling_alone")
-@pytest.mark.parametrize("name", [n for n in tiny.FAMILIES if n in SOME[:2] or os.environ.get("BALLAST_SOAK")])
+@pytest.mark.parametrize("name", few(tiny.FAMILIES, "flux"))
 def test_predicted_peak_is_what_is_measured(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     """3 shapes, 3 to 5 budgets: never below, at most 5 % above; within the budget; bitwise the same.
 
@@ -180,7 +182,7 @@ def test_full_size_transformers_without_a_pipeline(name: str) -> None:
         assert (plan.placement == "resident") == (sizes.total_bytes + forecast.units[name].peak_bytes <= vram)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.usefixtures("sampling_alone")
 def test_routing_does_not_reach_the_peak_of_the_full_size_hidream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -243,7 +245,7 @@ def test_plans_of_two_threads_do_not_mix(tiny_folders: Folders, sim: ModuleType)
     assert torch.autocast.__module__.startswith("torch.")
 
 
-@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"sample": {"idle_bytes": 0, "units": {"dit": {}}, "steps": 1}}'])
+@pytest.mark.parametrize("damage", few(["", "{}", "[1]", CUT_SHORT], "", CUT_SHORT))
 def test_damaged_forecasts_are_made_again(damage: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", cache_dir=tmp_path)
     cond = conditioning("flux", tiny_folders("flux"))
@@ -279,7 +281,7 @@ def test_forecasts_of_another_release_are_made_again(
     assert len(list((tmp_path / "forecasts").glob("*.json"))) == 3 * known
 
 
-@pytest.mark.parametrize("name", ["flux", "hidream", "wan", "pixart_sigma"])
+@pytest.mark.parametrize("name", few(["flux", "hidream", "wan", "pixart_sigma"], "flux", "pixart_sigma"))
 def test_plan_holds_for_more_steps_than_the_dry_run_has(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     family = tiny.FAMILIES[name]
     pipe = ballast.open_pipeline(tiny_folders(name), device="sim")

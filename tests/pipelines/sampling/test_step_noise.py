@@ -29,6 +29,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pixart lcm": ("pixart_sigma", "LCMScheduler", {}),
 }
 SHORT = ("ltx euler", "pixart tcd")
+LONG = ("sana", "pixart")
+
+
+def marked(case: str) -> Any:
+    mark = pytest.mark.long if case.startswith(LONG) else pytest.mark.soak
+    return case if case in SHORT else pytest.param(case, marks=mark)
 
 
 def drawing_folder(case: str, tiny_folders: Folders, tmp_path: Path) -> Path:
@@ -59,7 +65,7 @@ def stock(folder: Path) -> torch.Tensor:
         return tiny.stock(folder, steps=STEPS, generator=torch.default_generator)[0].float()
 
 
-@pytest.mark.parametrize("case", [c if c in SHORT else pytest.param(c, marks=pytest.mark.long) for c in CASES])
+@pytest.mark.parametrize("case", [*map(marked, CASES)])
 def test_steps_draw_as_stock_does(case: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
     """Stock's loop may draw from torch's own generator, so that is what it is given; another seed is another picture.
 

@@ -255,7 +255,12 @@ def renamed(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("architecture", "prefix"),
-    [("", ""), ("pig", "t5xxl.transformer."), ("", "text_model."), ("own", "text_encoders.any_7b.transformer.model.")],
+    [
+        ("", ""),
+        ("pig", "t5xxl.transformer."),
+        pytest.param("", "text_model.", marks=pytest.mark.soak),
+        ("own", "text_encoders.any_7b.transformer.model."),
+    ],
 )
 def test_gguf_by_the_names_of_transformers(
     kind: str, architecture: str, prefix: str, tmp_path: Path, sim: ModuleType

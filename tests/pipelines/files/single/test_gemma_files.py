@@ -15,6 +15,7 @@ import torch
 import transformers
 from ballast.memory.weights.encoding import EncodedWeight
 from safetensors.torch import save_file
+from selection import few
 from single_files import base_of, state_of, transformer_file
 from single_files.comfy_folders import write_gguf
 from tiny_parts import decoder_sizes
@@ -58,7 +59,7 @@ def opened(folder: Path, encoder: Path, at: Path) -> Any:
     return ballast.open_pipeline(model, device="sim", base=base, text_encoders=[encoder], cache_dir=at)
 
 
-@pytest.mark.parametrize("kind", ["plain", "prefixed", "gguf"])
+@pytest.mark.parametrize("kind", few(["plain", "prefixed", "gguf"], "prefixed", "gguf"))
 def test_it_gives_the_states_of_transformers(kind: str, folder: Path, tmp_path: Path, sim: ModuleType) -> None:
     """The embeddings of the stock pipeline, and 0 bytes left."""
     state = state_of(folder, "text_encoder")

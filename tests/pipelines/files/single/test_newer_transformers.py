@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,14 @@ LAYOUTS += [
 ]
 
 
-def some(values: list[Any], *always: Any) -> list[Any]:
-    """The values as parameters; all but `always` take long."""
-    rest = [value for value in values if value not in always]
-    return [*always, *(pytest.param(*(v if type(v) is tuple else (v,)), marks=pytest.mark.long) for v in rest)]
+def some(values: list[Any], *always: Any, variants: Sequence[Any] = ()) -> list[Any]:
+    """The values as parameters; all but `always` take long, and those of `variants` are of the soak."""
+    rest = [value if type(value) is tuple else (value,) for value in values if value not in always]
+    marks = [pytest.mark.soak if (v if len(v) > 1 else v[0]) in variants else pytest.mark.long for v in rest]
+    return [*always, *(pytest.param(*v, marks=mark) for v, mark in zip(rest, marks, strict=True))]
+
+
+VARIANTS = ("hunyuan_image_distilled", "hunyuan_image_refiner", "hunyuan_video15_meanflow", "ltx2")  # in one value each
 
 
 FAST = {"hunyuan_image", "hunyuan_video15", "ovis", "longcat", "krea2", "qwen_image21", "ltx23", "minimax_h3", "cosmos"}
@@ -142,7 +146,7 @@ def sparse(at: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
     return at
 
 
-@pytest.mark.parametrize("name", some(list(NEWER), "ovis"))
+@pytest.mark.parametrize("name", some(list(NEWER), "ovis", variants=VARIANTS))
 def test_published_widths(name: str, tmp_path: Path) -> None:
     """Every name and shape of the published model, and the values of its config."""
     with torch.device("meta"):
@@ -174,6 +178,7 @@ APART = {"ovis": ("fp8 of one scale",)}  # two layers that are one in diffusers,
     some(
         [(name, how) for name in WIDE for how in ("q8_0", "q4_0", "int8", "fp8", "fp8 of one scale")],
         ("ovis", "q8_0"), ("ovis", "fp8 of one scale"), ("longcat", "fp8 of one scale"), ("minimax_h3", "int8"),
+        variants=[(name, how) for name in WIDE for how in ("q8_0", "int8", "fp8", "fp8 of one scale")],
     ),
 )  # fmt: skip
 def test_quantised_files(name: str, how: str, tmp_path: Path) -> None:

@@ -32,8 +32,12 @@ SHIPPED = published.FACTS
 MODELS = sorted(folder.name for folder in (SHIPPED / "models").iterdir())
 
 
-SOON = ("flux", "sd3", "hidream")  # the others differ in nothing that these do not have
-EACH = [name if name in SOON else pytest.param(name, marks=pytest.mark.long) for name in TOKENIZERS]
+SOON = ("flux", "hidream")  # the others differ in nothing that these do not have
+LATER = ("sd3", "qwenimage", "wan", "lumina2")
+EACH = [
+    name if name in SOON else pytest.param(name, marks=pytest.mark.long if name in LATER else pytest.mark.soak)
+    for name in TOKENIZERS
+]
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -38,7 +38,7 @@ TASKS: dict[str, tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]] = {
 }
 PLUS = partial(pipelines.qwen_edit, diffusers.QwenImageEditPlusPipeline)
 SOON = ("flux_fill",)  # what the others have beside is tested below
-MARKS = {"qwen_edit": pytest.mark.soak, "qwen_edit_plus": pytest.mark.soak}  # the longest
+MARKS = dict.fromkeys(("qwen_edit", "qwen_edit_plus", "wan_flf"), pytest.mark.soak)  # the longest
 EACH = [name if name in SOON else pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in TASKS]
 Given = Callable[[str], tuple[Path, dict[str, Any]]]
 

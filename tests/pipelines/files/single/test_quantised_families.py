@@ -15,6 +15,7 @@ import torch
 from ballast.memory.weights.encoded import encoded_weights
 from ballast.memory.weights.encoding import EncodedWeight
 from safetensors.torch import load_file, save_file
+from selection import few
 from test_quantised_files import BF16, WRITERS, decoded
 from tiny_parts import tokenizer
 
@@ -51,7 +52,7 @@ def runs_alike(ours: Any, plain: Any, sizes: dict[str, Any], sim: ModuleType) ->
     assert sim.stats().hazards == 0
 
 
-@pytest.mark.parametrize("how", ["q8_0", "int8", "fp8 of one scale"])
+@pytest.mark.parametrize("how", few(["q8_0", "int8", "fp8 of one scale"], "int8"))
 def test_newbie_folder(how: str, tmp_path: Path, sim: ModuleType) -> None:
     """Queries, keys and values are split by rows; Gemma is quantised too."""
     plain = newbie_folders.official(tmp_path / "plain")
@@ -62,7 +63,7 @@ def test_newbie_folder(how: str, tmp_path: Path, sim: ModuleType) -> None:
     runs_alike(*pair, NEWBIE, sim)
 
 
-@pytest.mark.parametrize("how", ["q8_0", "fp8 of one scale"])
+@pytest.mark.parametrize("how", few(["q8_0", "fp8 of one scale"], "fp8 of one scale"))
 def test_newbie_files(how: str, tmp_path: Path, sim: ModuleType) -> None:
     """As ComfyUI has them, sizes from the file itself."""
     source = newbie_folders.official(tmp_path / "source")
@@ -76,7 +77,10 @@ def test_newbie_files(how: str, tmp_path: Path, sim: ModuleType) -> None:
     runs_alike(*pair, NEWBIE, sim)
 
 
-@pytest.mark.parametrize(("kind", "how"), [("flux", "q8_0"), pytest.param("mmdit", "int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [pytest.param("flux", "q8_0", marks=pytest.mark.long), pytest.param("mmdit", "int8", marks=pytest.mark.soak)],
+)
 def test_pyramid_folder(kind: str, how: str, tmp_path: Path, sim: ModuleType) -> None:
     plain = pyramid_folders.save(kind, tmp_path / "plain")
     ours = Path(shutil.copytree(plain, tmp_path / "ours"))

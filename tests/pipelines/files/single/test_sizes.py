@@ -159,10 +159,11 @@ def test_opening_and_running_takes_the_ram_of_the_file(tiny_folders: Folders, tm
     configs = json.dumps([dict(each.config) for each in (tiny_model, model)])
     computing = measured(STOCK, tmp_path / "cache", base=str(base), configs=configs)
     given = {"base": str(base), "small": str(small), "path": str(path)}
-    # The lesser of two: a busy machine gives pages back late, and what is taken too much is so both times.
-    peak = min(measured(OURS, tmp_path / cache, **given) for cache in ("first", "second"))
     size = path.stat().st_size
     assert size > 250e6 and computing < 0.25 * size
+    peak = measured(OURS, tmp_path / "first", **given)
+    if peak - computing > 1.1 * size:  # a busy machine gives pages back late; what is taken too much is so both times
+        peak = measured(OURS, tmp_path / "second", **given)
     told = f"{peak / 1e6:.0f} MB for {size / 1e6:.0f} MB, of which {computing / 1e6:.0f} MB are computed"
     print(told)
     assert peak - computing <= 1.1 * size, told
