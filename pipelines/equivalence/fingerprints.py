@@ -28,6 +28,7 @@ from ..stock.answers import closed, opened
 _LARGEST = 10.0  # of a value that counts: masks hold minus infinity
 _MOST_ELEMENTS = 2**24  # of a result that has values of its own
 _PEEKED = 64  # numbers
+_KEPT = 256  # rows of noise, of 0.5 MB at most: an encoder gives as many states as it has layers
 _ROW = 2**16  # of noise: of more there are rows, each as much louder or softer, which costs no sine for each
 
 
@@ -47,7 +48,7 @@ class Echo:
         self.parts_called = set[str]()
         self.draws = False
         self._shapes: dict[Any, Any] = {}
-        self._noise = functools.lru_cache(maxsize=64)(_noise)
+        self._noise = functools.lru_cache(maxsize=_KEPT)(_noise)
         lay_stand_ins(self._inner, stand_ins)
         with dry_card() as card:
             lay_weights(self._inner, card)

@@ -49,8 +49,12 @@ def own_words(index: Mapping[str, Any], key: str) -> str:
     return words if isinstance(words, str) and words.isprintable() and len(words) <= 160 else ""
 
 
+@functools.lru_cache(maxsize=32)
 def tree_of(part: Any) -> ast.Module:
-    """Parse the code of a class or function. Not by `textwrap.dedent`: texts in it may have lines at column 0."""
+    """Parse the code of a class or function. The tree is kept: do not change it.
+
+    Not by `textwrap.dedent`: texts in the code may have lines at column 0.
+    """
     source = inspect.getsource(part)
     return ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
 

@@ -257,11 +257,16 @@ def _of_parts(parts: dict[str, Any], folder: Path, class_name: str, **config: An
     named = {}
     for name, part in parts.items():
         part.save_pretrained(folder / name)
-        library = "diffusers" if type(part).__module__.startswith("diffusers") else "transformers"
-        if "pipelines.ltx2" in type(part).__module__:
-            library = "ltx2"
-        named[name] = [library, type(part).__name__]
-    return _with_index(folder, named, class_name, getattr(diffusers, class_name).default_blocks_name, **config)
+        named[name] = library_and_class(part)
+    return with_index(folder, named, class_name, getattr(diffusers, class_name).default_blocks_name, **config)
+
+
+def library_and_class(part: Any) -> list[str]:
+    """What an index calls a part."""
+    kind = type(part)
+    if "pipelines.ltx2" in kind.__module__:
+        return ["ltx2", kind.__name__]
+    return ["diffusers" if kind.__module__.startswith("diffusers") else "transformers", kind.__name__]
 
 
 def as_modular(family: Path, folder: Path, class_name: str, blocks: str | None = None, **config: Any) -> Path:
@@ -270,12 +275,11 @@ def as_modular(family: Path, folder: Path, class_name: str, blocks: str | None =
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     (folder / "model_index.json").unlink()
     kinds = {name: kind for name, kind in index.items() if isinstance(kind, list) and None not in kind}
-    return _with_index(
-        folder, kinds, class_name, blocks or getattr(diffusers, class_name).default_blocks_name, **config
-    )
+    return with_index(folder, kinds, class_name, blocks or getattr(diffusers, class_name).default_blocks_name, **config)
 
 
-def _with_index(folder: Path, kinds: dict[str, list[str]], class_name: str, blocks: str, **config: Any) -> Path:
+def with_index(folder: Path, kinds: dict[str, list[str]], class_name: str, blocks: str, **config: Any) -> Path:
+    """Write the index of a folder of parts, by their libraries and classes."""
     named = {
         name: [*kind, {"type_hint": kind, "pretrained_model_name_or_path": "org/model", "subfolder": name}]
         for name, kind in kinds.items()

@@ -22,7 +22,7 @@ from tiny_video import wan
 
 Parts = dict[str, Any]
 
-_GEMMA_IDS = {"image_token_index": 124, "boi_token_index": 125, "eoi_token_index": 126}
+GEMMA_IDS = {"image_token_index": 124, "boi_token_index": 125, "eoi_token_index": 126}
 _CANVAS = {"latent_channels": 4, "block_out_channels": (8, 16), "norm_num_groups": 8}
 
 
@@ -225,7 +225,7 @@ def ltx2() -> Parts:
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "image_size": 32, "patch_size": 8,
     }  # fmt: skip
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **_GEMMA_IDS)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **GEMMA_IDS)
     return {
         "scheduler": flow(),
         "vae": diffusers.AutoencoderKLLTX2Video(
