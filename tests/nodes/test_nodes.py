@@ -206,10 +206,12 @@ def test_what_a_node_says_goes_to_the_page_that_queued_the_run() -> None:
     assert seen.texts == [("3", "done")] and seen.told == {"this page"}
 
 
-def test_importing_the_pack_is_quick_and_loads_no_library(tmp_path: Path) -> None:
-    """Seconds of CPU time, since this machine may be busy."""
+def test_importing_the_pack_is_quick_and_loads_no_library() -> None:
+    """Beside torch, which ComfyUI has imported already: how fast a machine imports says nothing of the pack."""
     code = f"""
 import asyncio, sys, time
+import torch
+torch_seconds = time.process_time()
 sys.path[:0] = [{str(SUPPORT)!r}]
 from node_runner import use_modules
 from pathlib import Path
@@ -224,18 +226,18 @@ pack = sys.modules["/a_x_b/Pack"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pack)
 async def nodes():
     return await (await pack.comfy_entrypoint()).get_node_list()
-print(len(asyncio.run(nodes())), time.process_time() - start)
+print(len(asyncio.run(nodes())), (time.process_time() - start) / torch_seconds)
 print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
 """
     # As from the second start on: the first compiles the files, and Python keeps what it has compiled.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    how: dict[str, Any] = {"env": kept | {"PYTHONPYCACHEPREFIX": str(tmp_path)}, "timeout": 120, "check": True}
+    how: dict[str, Any] = {"env": kept, "timeout": 120, "check": True}
     for _ in range(2):
         ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **how)
     first, second = ran.stdout.strip().splitlines()[-2:]
-    count, seconds = first.split()
+    count, share = first.split()
     assert int(count) == len(NODES)
-    assert float(seconds) < 0.3
+    assert float(share) < 0.25
     assert not set(second.split()) & {"diffusers", "transformers", "accelerate", "PIL", "ballast", "nodes", "cli"}
 
 
