@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,13 +25,18 @@ _APART = 64  # tokens: the largest gap between two known calls across which othe
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a result: a view of one of its storages, with `offset` and `stride` in elements."""
+    """A tensor of a result: a view of one of its storages, with `offset` and `stride` in elements.
+
+    `value` is that of all elements of an integer or boolean tensor with a storage of its own, such as a mask of ones.
+    None where they differ or are not known.
+    """
 
     storage: int
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
+    value: int | None = None
 
 
 _OBJECT = Leaf(-1, 0, (), (), "uint8")  # stands for a value that is neither a tensor nor plain data
@@ -38,7 +44,7 @@ _OBJECT = Leaf(-1, 0, (), (), "uint8")  # stands for a value that is neither a t
 
 @dataclass(frozen=True)
 class Given:
-    """The result of a call: a tree of plain values and of tensors without contents.
+    """The result of a call: a tree of plain values and of tensors, which have no contents but for a `Leaf.value`.
 
     `structure` is the serialized tree. The tensors are views of `storages`, given by their bytes. A leaf that is
     neither a tensor nor plain is replaced by a tensor that holds as many bytes, or by None.
@@ -52,6 +58,7 @@ class Given:
     def of(cls, result: Any) -> Given:
         """Return the record of a result. Raises RuntimeError for a tensor that is not on the dry run's card."""
         found, structure = tree_flatten(result)
+        views = Counter(leaf.untyped_storage()._cdata for leaf in found if isinstance(leaf, SimTensor))
         places: dict[int, int] = {}
         storages: list[int] = []
         leaves: list[Any] = []
@@ -61,8 +68,9 @@ class Given:
                 if places.setdefault(storage._cdata, len(places)) == len(storages):
                     storages.append(storage.nbytes())
                 raw, dtype = leaf.raw, str(leaf.dtype).removeprefix("torch.")
-                place = places[storage._cdata]
-                leaves.append(Leaf(place, int(raw.storage_offset()), tuple(raw.shape), tuple(raw.stride()), dtype))
+                value = _value_of(raw) if views[storage._cdata] == 1 else None
+                place = places[storage._cdata], int(raw.storage_offset())
+                leaves.append(Leaf(*place, tuple(raw.shape), tuple(raw.stride()), dtype, value))
             elif isinstance(leaf, torch.Tensor):
                 raise RuntimeError("the module gives a tensor that is not on its device")
             else:
@@ -93,7 +101,12 @@ class Given:
             made = [torch.empty(size, dtype=torch.uint8, device="meta") for size in self.storages]
             for leaf in self.leaves:
                 if isinstance(leaf, Leaf):
-                    raw = torch.empty(0, dtype=getattr(torch, leaf.dtype), device="meta")
+                    dtype, place = getattr(torch, leaf.dtype), (leaf.shape, leaf.stride, leaf.offset)
+                    if leaf.value is not None:
+                        count = self.storages[leaf.storage] // dtype.itemsize
+                        leaves.append(wrap(torch.full((count,), leaf.value, dtype=dtype).as_strided(*place)))
+                        continue
+                    raw = torch.empty(0, dtype=dtype, device="meta")
                     storage = made[leaf.storage].untyped_storage()
                     leaves.append(wrap(raw.set_(storage, leaf.offset, leaf.shape, leaf.stride)))
                 else:
@@ -208,7 +221,8 @@ def _call_from(facts: Mapping[str, Any]) -> Call:
 def _leaf_from(facts: Mapping[str, Any]) -> Leaf:
     """Return a leaf from the plain data of a file."""
     shape, stride = tuple(map(int, facts["shape"])), tuple(map(int, facts["stride"]))
-    return Leaf(int(facts["storage"]), int(facts["offset"]), shape, stride, str(facts["dtype"]))
+    value = facts["value"]
+    return Leaf(int(facts["storage"]), int(facts["offset"]), shape, stride, str(facts["dtype"]), value and int(value))
 
 
 def _has_room(given: Given) -> bool:
@@ -247,7 +261,7 @@ def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
     for low, high in zip(gave[0].leaves, gave[1].leaves, strict=True):
         if isinstance(low, Leaf) and isinstance(high, Leaf):
             shape, stride = chords(low.shape, high.shape), chords(low.stride, high.stride)
-            leaves.append(Leaf(low.storage, chord(low.offset, high.offset), shape, stride, low.dtype))
+            leaves.append(replace(low, offset=chord(low.offset, high.offset), shape=shape, stride=stride))
         else:
             leaves.append(low)
     given = Given(gave[0].structure, chords(gave[0].storages, gave[1].storages), tuple(leaves))
@@ -267,4 +281,13 @@ def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
 
 def _rank(leaf: Any) -> Any:
     """Return what two leaves must share for their calls to be interpolated."""
-    return [leaf.storage, leaf.dtype, len(leaf.shape)] if isinstance(leaf, Leaf) else leaf
+    return [leaf.storage, leaf.dtype, leaf.value, len(leaf.shape)] if isinstance(leaf, Leaf) else leaf
+
+
+def _value_of(raw: torch.Tensor) -> int | None:
+    """Return the one value of all elements of an integer or boolean tensor, None if there is no such."""
+    if raw.is_meta or raw.is_floating_point() or raw.is_complex() or not raw.numel():
+        return None
+    with _disable_current_modes():
+        first = raw.flatten()[0]
+        return int(first) if bool((raw == first).all()) else None

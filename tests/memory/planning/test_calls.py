@@ -40,7 +40,9 @@ class Encoder(nn.Module):
                 scores = scores * mask[:, None, :]
             x = layer(scores @ x)
             states.append(x)
-        return {"last": x, "states": states, "part": x[:, 1:], "cache": Kept(x.repeat(1, 2, 1)), "name": "x"}
+        counts = torch.ones_like(ids)  # as of words that registers take the place of
+        made = {"last": x, "states": states, "part": x[:, 1:], "cache": Kept(x.repeat(1, 2, 1)), "name": "x"}
+        return made | {"counts": counts[:, :, None].squeeze(-1), "ids": ids.cumsum(1)}
 
 
 def unit() -> ManagedModel:
@@ -73,6 +75,9 @@ def test_known_calls_take_and_give_the_same() -> None:
     assert told == seen
     assert [result["part"].shape for result in given] == [(1, 23, CHANNELS), (1, 23, CHANNELS), (1, 39, CHANNELS)]
     assert all(result["name"] == "x" and len(result["states"]) == 4 for result in given)
+    assert all(result["counts"].tolist() == [[1] * result["last"].shape[1]] for result in given)
+    with pytest.raises(RuntimeError, match="has none"):
+        given[0]["ids"].tolist()
     assert given[0]["last"].untyped_storage()._cdata == given[0]["part"].untyped_storage()._cdata, "counted once"
     work = seen.units["encoder"]
     row = CHANNELS * 4
@@ -104,6 +109,7 @@ def test_calls_between_two_known_ones_are_bounded_by_them(zeros: int) -> None:
         assert one.live_bytes == other.live_bytes
         assert [t.shape for t in given[0]["states"]] == [t.shape for t in again[0]["states"]]
         assert given[0]["part"].stride() == again[0]["part"].stride()
+        assert given[0]["counts"].tolist() == again[0]["counts"].tolist() == [[1] * count]
     assert len(known) == 2
     forecast(known, 71, zeros=zeros)
     assert len(known) == 3, "none beyond it is known"
@@ -120,6 +126,7 @@ def test_calls_between_two_known_ones_are_bounded_by_them(zeros: int) -> None:
         lambda call: call["given"]["leaves"].pop(),
         lambda call: call["given"]["leaves"][0].update(dtype="nn"),
         lambda call: call["given"]["leaves"][0].update(storage=9),
+        lambda call: call["given"]["leaves"][0].pop("value"),
     ],
 )
 def test_damaged_calls_are_errors(damage: Any) -> None:
