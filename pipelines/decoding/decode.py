@@ -32,7 +32,7 @@ from ..encoding.conditioning import to_host
 from ..sampling.latents import GENERATOR, generator_in
 from .policy import SHARES, Way, WayName, choose, less
 from .precision import full_float32
-from .tiling import can_tile, set_tiling
+from .tiling import can_stripe, can_tile, set_tiling
 
 log = logging.getLogger("ballast")
 
@@ -129,7 +129,7 @@ class VaeRun:
         yield Way("whole") if whole is None else self._way("whole", whole.units[self.vae.name])
         if weights < self._tensor_room:
             speed = speed or rates(self.manager.device)
-            if stripes := self._stripes(forecasts, tensor, speed):
+            if can_stripe(self.vae.module) and (stripes := self._stripes(forecasts, tensor, speed)):
                 yield stripes
             if can_tile(self.vae.module) and (tiles := forecasts.tiles(tensor)) is not None:
                 work = tiles.units[self.vae.name]
@@ -205,7 +205,7 @@ class VaeRun:
                     lower = less(_LEAST_STRIPES if isinstance(error, striped.OutOfRamError) else way)
                 else:
                     lower = self._without_stripes(tensor, error) if way.name == "stripes" else None
-                if lower and lower.name == "tiles" and not can_tile(self.vae.module):
+                while lower and not self._can(lower):
                     lower = less(lower)
                 if lower is None:
                     raise
@@ -215,6 +215,10 @@ class VaeRun:
                 else:
                     log.warning("Ballast: %s %s failed (%s); trying %s", self.name, way.words, error, lower.words)
                 way = lower
+
+    def _can(self, way: Way) -> bool:
+        able = {"stripes": can_stripe, "tiles": can_tile}.get(way.name)
+        return able is None or able(self.vae.module)
 
     def _without_stripes(self, tensor: torch.Tensor, error: Exception) -> Way:
         """Return the way that is equal to the failed stripes: whole on the CPU, since the device has no room.
@@ -257,7 +261,7 @@ class VaeRun:
             with full_float32():
                 if way.name == "stripes":
                     made = _in_stripes(run, tensor, device, budget, room, pace(rates(manager.device)))
-                elif way.name == "cpu" and ram > room:
+                elif way.name == "cpu" and ram > room and can_stripe(module):
                     made = _sparingly(run, tensor, room)
                 else:
                     made = run(tensor)

@@ -1,4 +1,4 @@
-"""A VAE's own tiling: whether it has one, its switch, and the size of a tile."""
+"""Whether a VAE can run in parts: in stripes, or in tiles of its own, with their switch and size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from ..files.building import only_tiled
+from ..files.neighborhood import NeighborhoodInBlocks
 
 _TILE_PIXELS = 512
+# Height, width and frames of a tile of LTX-2.5's decoder, then the steps from one to the next: its own take 21 GB.
+_SMALL_TILES = (384, 384, 40, 320, 320, 24)
 
 
 def can_tile(module: torch.nn.Module) -> bool:
@@ -19,6 +22,11 @@ def can_tile(module: torch.nn.Module) -> bool:
     if getattr(enable, "__qualname__", "") == "AutoencoderMixin.enable_tiling":
         return hasattr(module, "use_tiling")
     return callable(enable)
+
+
+def can_stripe(module: torch.nn.Module) -> bool:
+    """Return whether a VAE may run in stripes. Neighborhoods attend in thousands of blocks, and each would wait."""
+    return not any(isinstance(getattr(each, "processor", None), NeighborhoodInBlocks) for each in module.modules())
 
 
 def set_tiling(module: torch.nn.Module, tiled: bool) -> None:
@@ -32,7 +40,9 @@ def set_tiling(module: torch.nn.Module, tiled: bool) -> None:
         return
     switches.enable_tiling()
     if "tile_sample_min_height" in inspect.signature(switches.enable_tiling).parameters:
-        return  # the video VAEs' own tiles are 256 pixels or so
+        if switches.tile_sample_min_height > _TILE_PIXELS:  # most video VAEs' own tiles are 256 pixels or so
+            switches.enable_tiling(*_SMALL_TILES)
+        return
     sample = getattr(module, "tile_sample_min_size", 0)
     latent = getattr(module, "tile_latent_min_size", 0)
     if sample > _TILE_PIXELS and latent:

@@ -6,7 +6,9 @@ that of LTX-2.5's decoder would have 7 TB.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,18 +31,21 @@ class NeighborhoodInBlocks:
         """Return the attention of hidden states [B,T,H,W,C], a block of positions at a time."""
         query, key, value = attn.project_qkv(hidden_states)  # [B,T,H,W,heads,C/heads]; the query is scaled
         made = torch.empty_like(value)
-        axes = [list(_spans(n, k)) for n, k in zip(hidden_states.shape[1:4], attn.kernel_size, strict=True)]
-        masks: dict[Any, torch.Tensor] = {}
-        blocks = list(itertools.product(*axes))
-        alike = Counter(map(_shape, blocks)) if hidden_states.is_meta else {}
-        for block in blocks:
-            shape = _shape(block)
-            if shape in masks and alike:
-                continue  # a dry run has counted it with the first of its shape
+        spans = [list(_spans(n, k)) for n, k in zip(hidden_states.shape[1:4], attn.kernel_size, strict=True)]
+        masks: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
+        # A dry run makes one block of each shape, and counts the others with it.
+        counts = [Counter(span.shape for span in axis) if hidden_states.is_meta else {} for axis in spans]
+        axes = [
+            list({span.shape: span for span in axis}.values()) if of else axis
+            for axis, of in zip(spans, counts, strict=True)
+        ]
+        seen = [{span.shape: span.seen(value.device) for span in {s.shape: s for s in axis}.values()} for axis in axes]
+        for block in itertools.product(*axes):
+            shape = tuple(span.shape for span in block)
             if shape not in masks:
-                masks[shape] = _mask([span.seen(value.device) for span in block])
+                masks[shape] = _mask([of[part] for of, part in zip(seen, shape, strict=True)])
             at, near = (_ALL, *(span.attending for span in block)), (_ALL, *(span.near for span in block))
-            with counted(alike.get(shape, 1)):
+            with counted(math.prod(of.get(part, 1) for of, part in zip(counts, shape, strict=True))):
                 found = nn.functional.scaled_dot_product_attention(
                     _of_heads(query[at]),
                     _of_heads(key[near]),
@@ -104,7 +109,7 @@ class _Span:
         """The positions that any of them sees."""
         return slice(self._first_seen(self.begin), self._first_seen(self.end - 1) + self.size)
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The first that each position sees, counted from the first of all: spans of one shape have one mask."""
         first = self._first_seen(self.begin)
@@ -115,10 +120,6 @@ class _Span:
         first = torch.tensor(self.shape, device=device).unsqueeze(1)
         all_seen = torch.arange(self.shape[-1] + self.size, device=device)
         return (all_seen >= first) & (all_seen < first + self.size)
-
-
-def _shape(block: tuple[_Span, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(span.shape for span in block)
 
 
 def _spans(length: int, size: int) -> Iterator[_Span]:

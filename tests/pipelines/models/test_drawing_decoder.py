@@ -9,7 +9,9 @@ from typing import Any
 import ballast
 import pytest
 import torch
+from ballast.memory import striped
 from ballast.pipelines.decoding.rescue import load_latents, save_latents
+from ballast.pipelines.decoding.tiling import can_stripe
 from ballast.pipelines.sampling.latents import noise_of
 from modular import modular_folders, newest
 from pictured import pipelines as pictured
@@ -95,3 +97,17 @@ def test_what_is_too_small_for_its_neighborhoods_is_refused_at_once(
     with pytest.raises(ValueError, match=words) as refused:
         pipe.sample(pipe.encode("a red boat"), **RUN | size)
     assert "\n" not in str(refused.value)
+
+
+def test_without_room_it_does_not_wait_for_stripes(
+    folder: Path, cache: Path, pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At published size these took hours, of which the plan of them alone took minutes."""
+    assert not can_stripe(pipe.decoder.module)
+    monkeypatch.setattr(striped, "forecast", lambda *_, **__: pytest.fail("in stripes"))
+    monkeypatch.setattr(striped, "run", lambda *_, **__: pytest.fail("in stripes"))
+    latents = pipe.sample(pipe.encode("a red boat"), **RUN)
+    narrow = ballast.open_pipeline(folder, device="sim", cache_dir=cache, vram="3.6MB")
+    stage = next(each for each in narrow.plan(prompt="a red boat", **RUN).stages if each.name == "decode")
+    assert "on the CPU" in str(stage)
+    torch.testing.assert_close(narrow.decode(latents), pipe.decode(latents), atol=1e-6, rtol=0)
