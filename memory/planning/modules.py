@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..simulated.tensor import SimTensor, wrap
 from ..weights.embeddings import LookUp
 from ..weights.structure import ParameterRef, is_called, own_refs, parameter_refs
 from .forecast import HeldBytes, ModuleOperations, OnceModule, Operations
+from .repeats import Repeats, Walked, contents, counters, has_repeats, made_again, shapes_of, storages_of
 from .taint import Mark, Marks
 
 
@@ -39,8 +40,11 @@ class ModuleWatch:
     at any time. Both cases decide the groups: see `whole` and `outside` of `UnitForecast`.
     """
 
-    def __init__(self, module: nn.Module, tables: Collection[str], card: Card) -> None:
-        """Replace the `forward` of each inner module. `tables` are the paths of embeddings whose rows are looked up."""
+    def __init__(self, module: nn.Module, tables: Collection[str], card: Card, repeats: bool = False) -> None:
+        """Replace the `forward` of each inner module. `tables` are the paths of embeddings whose rows are looked up.
+
+        With `repeats` calls alike are walked once. `once` then knows the first of modules built alike only.
+        """
         self._card = card
         self._operations: dict[str, Operations] = {}
         self._held: dict[str, int] = {}
@@ -53,6 +57,7 @@ class ModuleWatch:
         self._marks, self._seen = Marks(), dict[str, _Seen]()
         self.step_bytes = self.argument_bytes = 0  # of the last call's arguments, see `UnitForecast`
         self.side_bytes = 0  # the most that it made without latents
+        self._repeats = Repeats()
         weighty = {id(inner) for inner in module.modules() if any(True for _ in parameter_refs(inner))}
         for path, inner in module.named_modules():
             if not path or not is_called(inner):
@@ -63,6 +68,8 @@ class ModuleWatch:
             vars(inner)["forward"] = functools.partial(run, path, own, inner.forward)
             if id(inner) in weighty:
                 vars(inner)["forward"] = functools.partial(self._entered, path, vars(inner)["forward"])
+            if repeats and has_repeats(inner):
+                vars(inner)["forward"] = functools.partial(self._repeated, path, inner, vars(inner)["forward"])
 
     @contextmanager
     def watching(self, arguments: Mapping[str, Any]) -> Iterator[None]:
@@ -120,6 +127,73 @@ class ModuleWatch:
         now = done_by(self._card)
         self._operations[self._at] = self._operations.get(self._at, Operations()) + (now - self._since)
         self._at, self._since = path, now
+
+    def _repeated(self, path: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Walk a call, or answer it by an earlier one of its kind."""
+        card = self._card
+        key = self._repeats.key(module, card.times, args, kwargs)
+        self._next(self._at)
+        if walked := self._repeats.find(key):
+            return self._again(path, walked, args, kwargs)
+        came = storages_of((args, kwargs)).keys()
+        before, known, begun = self._at, (set(self._whole), set(self._outside)), card.allocated_bytes()
+        with self._apart() as inside:
+            result = forward(*args, **kwargs)
+            self._next(self._at)
+        if not any(vars(inside.operations.get(before, Operations())).values()):
+            inside.operations.pop(before, None)  # the module before, to which what runs first is credited
+        here = all(_is_in(at, path) for at in (*inside.operations, *inside.held, self._at))
+        left = card.allocated_bytes() - begun - sum(storages_of(result).values())
+        shapes = shapes_of(result, came)
+        if left or shapes is None or not here or known != (self._whole, self._outside):
+            return result
+        cut = len(path)
+        walked = Walked(
+            shapes,
+            inside.peak_bytes - begun,
+            {at[cut:]: done for at, done in inside.operations.items()},
+            {at[cut:]: nbytes - begun + self._begun for at, nbytes in inside.held.items()},
+            self._at[cut:],
+            contents(args, kwargs),
+        )
+        self._repeats.keep(key, self._repeats.key(module, card.times, args, kwargs), walked)
+        return result
+
+    def _again(self, path: str, walked: Walked, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Count a call as `walked`, and return its result."""
+        card, mark = self._card, self._marks.of((args, kwargs))
+        held = card.allocated_bytes() - self._begun
+        for at, nbytes in walked.held.items():
+            self._held[path + at] = max(held + nbytes, self._held.get(path + at, 0))
+        for at, done in walked.operations.items():
+            self._operations[path + at] = self._operations.get(path + at, Operations()) + done
+            card.repeat(done.products, done.attention)
+        self._at, self._since = path + walked.last, done_by(card)
+        for counts, counted in zip(counters(args, kwargs), walked.counted, strict=True):
+            counts[:] = counted
+        card.allocate(walked.peak_bytes)  # and freed at once: the peak has seen them
+        observers, card.observers = card.observers, ()  # to which the result would be made of nothing
+        result = made_again(walked.result)
+        card.observers = observers
+        self._marks.add(result, mark)
+        return result
+
+    @contextmanager
+    def _apart(self) -> Iterator[_Inside]:
+        """Count what is called until the block ends by itself, too."""
+        card, inside = self._card, _Inside()
+        operations, held, peak = self._operations, self._held, card.take_interval_peak()
+        self._operations, self._held = inside.operations, inside.held
+        try:
+            yield inside
+        finally:
+            self._operations, self._held = operations, held
+            for at, done in inside.operations.items():
+                operations[at] = operations.get(at, Operations()) + done
+            for at, nbytes in inside.held.items():
+                held[at] = max(nbytes, held.get(at, 0))
+            inside.peak_bytes = card.take_interval_peak()
+            card.allocate(max(0, max(peak, inside.peak_bytes) - card.allocated_bytes()))  # the peak until now
 
     def _entered(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note the bytes held when a module is called."""
@@ -189,6 +263,15 @@ class ModuleWatch:
             self._outside.add(owner)
 
 
+@dataclass
+class _Inside:
+    """What ran inside a call, by path, and the card's peak meanwhile."""
+
+    operations: dict[str, Operations] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class _Seen:
     """The facts of a module with weights: its bytes, those of its largest result, and what its calls saw."""
@@ -212,6 +295,10 @@ class _Readers(Observer):
         for value in given:
             if id(value) in self._owner_of:
                 self._tell(self._owner_of[id(value)])
+
+
+def _is_in(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(f"{outer}.")
 
 
 def _common(first: str, second: str) -> str:

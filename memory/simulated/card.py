@@ -378,6 +378,12 @@ class Card:
             self._busy["attention" if kind == "attention" else "product"] += seconds
             self.latest = max(self.latest, end)
 
+    def repeat(self, product_seconds: float, attention_seconds: float) -> None:
+        """Count kernels that ran before, in a dry run that does not walk them again."""
+        with self.lock:
+            self._busy["product"] += product_seconds
+            self._busy["attention"] += attention_seconds
+
     def _paging_seconds(self, spans: list[Span]) -> float:
         """Return the seconds that a kernel waits for its bytes in system memory, which are assumed evenly spread."""
         self._settle()

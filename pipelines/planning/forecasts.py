@@ -110,11 +110,15 @@ class Forecaster:
             return None
 
     def dry_run(
-        self, modules: dict[str, nn.Module], run: Callable[[torch.device], Any], method: str = "forward"
+        self,
+        modules: dict[str, nn.Module],
+        run: Callable[[torch.device], Any],
+        method: str = "forward",
+        repeats: bool = False,
     ) -> tuple[Forecast, Any]:
         """Run a stage on shapes, as `memory.planning.dry_run` does, while no other stage runs."""
         with self.between_stages():  # a dry run counts what is done on the simulated device meanwhile, too
-            return dry_run(modules, run, self.stand_ins, method, self.fuses)
+            return dry_run(modules, run, self.stand_ins, method, self.fuses, repeats)
 
 
 @contextlib.contextmanager

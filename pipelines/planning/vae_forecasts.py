@@ -98,16 +98,15 @@ class VaeForecasts:
     def dry_run(self, tensor: torch.Tensor, tile: bool = False) -> tuple[Forecast, Any]:
         """Return the forecast by a dry run, with `tile` for tiles, and the result, which has a shape only."""
         module = self._vae.skeleton()
-        sample = self._sample(tensor)
-        if tile and GENERATOR in self._arguments(tensor, "tiles"):
+        sample, beside = self._sample(tensor), 0
+        if whole := tile and GENERATOR in self._arguments(tensor, "tiles"):
             set_tiling(module, True)  # what such a decoder does before its tiles is no part of one
         elif tile:
             sample = first_tile(module, sample, pixels=self._method == "encode")
         call = functools.partial(_on, self.call, module, sample)
-        forecast, result = self._forecaster.dry_run({self._vae.name: module}, call, method=self._method)
+        forecast, result = self._forecaster.dry_run({self._vae.name: module}, call, self._method, repeats=True)
         times = tensor.numel() / sample.numel()
-        beside = 0
-        if tile and not self._moves_out:
+        if tile and not whole and not self._moves_out:
             beside = _COPIES_OF_PIXELS * int(result.nbytes * times)
         units = {
             name: replace(
