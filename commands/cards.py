@@ -140,9 +140,9 @@ def sampler(pipe: Pipeline, cards: int, processes: int | None = None) -> Pipelin
 
     `pipe` has an even share of what there is for so many, by default those that are here.
     """
-    from ..memory.planning.cards import ram_share
     from ..memory.planning.fit import sizes_of
     from ..memory.planning.planner import window_bytes
+    from ..memory.shared_cards import ram_share
     from ..memory.weights import direct
 
     count = processes or _here()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...memory.planning.cards import divided
 from ...memory.planning.forecast import Forecast, Operations
+from ...memory.shared_cards import divided
 from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..lora.use import branches

@@ -15,8 +15,8 @@ import ballast
 import pytest
 import tiny
 import torch
-from ballast.memory.planning.cards import divided, ram_share
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
+from ballast.memory.shared_cards import divided, ram_share
 from ballast.memory.simulated import supported
 from ballast.pipelines.sampling.parallel import PROVED, check_cards
 from hypothesis import given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .forecast import Forecast
+from .planning.forecast import Forecast
 
 
 def divided(forecast: Forecast, cards: int) -> Forecast:
