@@ -25,7 +25,6 @@ VIDEOS: dict[str, tuple[type, dict[str, Any], tuple[int, ...]]] = {
     "hunyuan video 1.5": (diffusers.AutoencoderKLHunyuanVideo15, {}, (1, 32, 5, 22, 26)),
     "mochi": (diffusers.AutoencoderKLMochi, {}, (1, 12, 5, 40, 34)),
     "cogvideox": (diffusers.AutoencoderKLCogVideoX, {"latent_channels": 16}, (1, 16, 5, 32, 46)),
-    "ltx 2": (diffusers.AutoencoderKLLTX2Video, {}, (1, 128, 5, 18, 22)),
     "ltx 2.5": (LTX2VideoDiffusionDecoderModel, {}, (1, 128, 9, 14, 13)),
     "minimax h3": (diffusers.AutoencoderKLMiniMaxH3, {}, (1, 24, 9, 20, 18)),
 }
