@@ -1,4 +1,6 @@
-"""Draw the pictures of docs/how-it-works.md: `python docs/drawings.py` writes them into docs/pictures.
+"""Draw the pictures of docs/how-it-works.md, and the registry's icon and banner, into docs/pictures.
+
+Run it as `python docs/drawings.py`.
 
 The figures of `STAGES` are those of `ballast plan` for HiDream-I1 Fast, 1024 x 1024, 8 GB of VRAM and 64 GB of RAM;
 `tests/pipelines/families/test_hidream_plans.py` compares them with a plan. Slots of the ring come from
@@ -214,10 +216,44 @@ def _plain(axes: Any) -> None:
         side.set_visible(False)
 
 
+# Of the icon and the banner: height of a model, height of what is on the card, colour. The line of the budget is at 1.
+COLUMNS = ((1.0, 0.95, BLUE), (1.6, 0.95, BLUE), (2.9, 0.95, ORANGE), (0.55, 0.55, GREEN))
+
+
+def draw_icon() -> Figure:
+    """Draw models that take turns below the line of the budget, 400 pixels square."""
+    figure = Figure(figsize=(4, 4), dpi=100, facecolor=INK)
+    _draw_columns(figure.add_axes((0.1, 0.1, 0.8, 0.8)), edge=4)
+    return figure
+
+
+def draw_banner() -> Figure:
+    """Draw the icon beside the name and what the pack does, 21:9, 1680 pixels wide."""
+    figure = Figure(figsize=(16.8, 7.2), dpi=100, facecolor=INK)
+    _draw_columns(figure.add_axes((0.06, 0.14, 0.29, 0.72)), edge=4)
+    figure.text(0.41, 0.6, "Ballast", color="white", fontsize=84, weight="bold", va="center")
+    figure.text(0.413, 0.42, "Image and video models larger than your VRAM,", color=LIGHT, fontsize=25, va="center")
+    figure.text(0.413, 0.34, "in ComfyUI, within a budget that you set", color=LIGHT, fontsize=25, va="center")
+    return figure
+
+
+def _draw_columns(axes: Any, edge: float) -> None:
+    for column, (whole, held, colour) in enumerate(COLUMNS):
+        if whole > held:
+            left = Rectangle((column, held), 0.8, whole - held, fill=False, ec=MUTED, ls=(0, (2, 1.5)), lw=edge * 0.6)
+            axes.add_patch(left)
+        axes.add_patch(Rectangle((column, 0), 0.8, held, color=colour, lw=0))
+    axes.plot([-0.2, 4], [1, 1], color=RED, lw=edge)
+    axes.set_xlim(-0.25, 4.05)
+    axes.set_ylim(-0.05, 3)
+    axes.axis("off")
+
+
 def main() -> None:
-    """Write both pictures."""
+    """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
-    for name, figure in (("stages", draw_stages()), ("ring", draw_ring())):
+    drawn = {"stages": draw_stages(), "ring": draw_ring(), "icon": draw_icon(), "banner": draw_banner()}
+    for name, figure in drawn.items():
         figure.savefig(FOLDER / f"{name}.png", metadata={"Software": None})
 
 

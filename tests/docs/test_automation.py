@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,17 @@ def test_what_runs_nothing_in_comfyui_is_not_shipped() -> None:
     ignored = (ROOT / ".comfyignore").read_text("ascii").split()
     assert {".ci/", ".github/", ".pre-commit-config.yaml", "tests/", "bench/", "Makefile"} <= set(ignored)
     assert all((ROOT / name).exists() for name in ignored)
+
+
+def test_the_pack_of_the_registry_is_small() -> None:
+    """Counted as `comfy node pack` does: files of the repository that .comfyignore does not name, zipped."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no clone of git")
+    ignored = tuple((ROOT / ".comfyignore").read_text("ascii").split())
+    files = [name for name in listed.stdout.split("\0") if name and not name.startswith(ignored)]
+    assert len(files) > 500
+    assert sum(len(zlib.compress((ROOT / name).read_bytes())) for name in files) < 4_000_000
 
 
 def test_the_configs_of_published_models_are_shipped() -> None:

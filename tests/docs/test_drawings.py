@@ -1,4 +1,4 @@
-"""The drawings of docs/how-it-works.md: what docs/drawings.py draws, with a schedule that keeps the ring's rules."""
+"""The drawings of docs/how-it-works.md and of the registry: what docs/drawings.py draws, and the rules of the ring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def drawings() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "drawings.py"), run_name="drawings"))
 
 
-@pytest.mark.parametrize("name", ["stages", "ring"])
+@pytest.mark.parametrize("name", ["stages", "ring", "icon", "banner"])
 def test_pictures_are_what_the_script_draws(name: str, drawings: SimpleNamespace) -> None:
     now = io.BytesIO()
     getattr(drawings, f"draw_{name}")().savefig(now, format="png")

@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 from places import ROOT
 
 WIDTH, HEIGHT, BAND = 900, 900, 120
+SIDE = 720  # of the picture, in pixels
 LEAST = 330  # of a chart
 _UNEQUAL = 40  # of 255; another digit makes 59, another size of letters 232
 GROUND, INK, MUTED = "#1f2937", "#ffffff", "#cbd5e1"
@@ -56,5 +57,5 @@ def _drawn(name: str, plans: Sequence[Any]) -> Image.Image:
     pen = ImageDraw.Draw(whole)
     pen.text((WIDTH - 28, 16), model, INK, ImageFont.load_default(50), anchor="ra")
     pen.text((WIDTH - 28, 74), f"{kind}, before the run", MUTED, ImageFont.load_default(32), anchor="ra")
-    whole.thumbnail((WIDTH, HEIGHT))
+    whole.thumbnail((SIDE, SIDE))
     return whole
