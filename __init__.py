@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .pipelines import open_pipeline
     from .pipelines.decoding.rescue import DecodeError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["WEB_DIRECTORY", "DecodeError", "DoesNotFitError", "comfy_entrypoint", "memory", "open_pipeline"]
 
 WEB_DIRECTORY = "./web"  # where ComfyUI's page looks for help pages
