@@ -1,8 +1,10 @@
 // In a Chinese page: what Ballast's nodes say while they run, its errors, and the notes of its templates.
 // The server does not know the language of the page, so it speaks English, and the page translates.
-// In any language: a node grows with what it says, as far as the page shows it, and budgets are what is typed.
+// In any language: a node grows with what it says, as far as the page shows it, budgets are what is typed, and the old
+// page hides advanced inputs, too.
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
+import { hide, restore } from './advanced.js'
 import { grow } from './grow.js'
 import { translator } from './translate.js'
 
@@ -89,9 +91,16 @@ app.registerExtension({
   setup: listen,
 
   nodeCreated (node) {
-    if (isOurs(node.comfyClass)) exact(node)
+    if (isOurs(node.comfyClass)) {
+      exact(node)
+      hide(node)
+    }
     // Its lines are long.
     if (node.comfyClass === 'BallastVRAMReport') node.setSize([Math.max(420, node.size[0]), node.size[1]])
+  },
+
+  loadedGraphNode (node) {
+    if (isOurs(node.comfyClass)) restore(node)
   },
 
   // Titles and notes of the templates, as long as nobody has changed them.

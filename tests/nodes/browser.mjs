@@ -1,5 +1,5 @@
 // What a headless Chromium sees of ComfyUI's page: node browser.mjs URL LOCALE FOLDER PART...
-// Does the parts in this order: templates run workflows layout subgraph typed nodes graph. Prints one JSON object,
+// Does the parts in this order: templates run workflows layout subgraph typed advanced nodes graph. Prints one JSON object,
 // leaves screenshots in FOLDER, where graph.json is what `graph` runs, in API format.
 // CHROMIUM names the browser; playwright-core is found by NODE_PATH.
 import { createRequire } from 'node:module'
@@ -285,6 +285,36 @@ const typed = (page) => page.evaluate(() => {
   return found
 })
 
+// Widgets that the old page shows: of new nodes, by their menu, of a graph saved so, and of one with a changed value.
+async function advanced (page) {
+  const shown = () => page.evaluate(() => Object.fromEntries(app.graph._nodes.map((node) => [node.type, {
+    widgets: node.widgets.filter((widget) => node.isWidgetVisible(widget)).map(({ name }) => name),
+    spare: node.size[1] - node.computeSize()[1]
+  }])))
+  const toggle = () => page.evaluate(() => app.graph._nodes.forEach((node) => node.toggleAdvanced()))
+  const again = async () => {
+    await page.evaluate(() => app.loadGraphData(JSON.parse(JSON.stringify(app.graph.serialize()))))
+    await wait(1500)
+  }
+  await page.evaluate(() => {
+    app.graph.clear()
+    for (const type of ['BallastLoadPipeline', 'BallastSampler']) app.graph.add(LiteGraph.createNode(type))
+  })
+  await wait(500)
+  const found = { fresh: await shown() }
+  await toggle()
+  found.toggled = await shown()
+  await shot(page, 'advanced')
+  await again()
+  found.saved = await shown()
+  await page.evaluate(() => {
+    app.graph._nodes.find(({ type }) => type === 'BallastSampler').widgets.find(({ name }) => name === 'frames').value = 9
+  })
+  await again()
+  found.changed = await shown()
+  return found
+}
+
 // Every node of the pack as the page draws it: its names, and what its help panel says.
 async function nodes (page) {
   const types = await page.evaluate(() => {
@@ -346,6 +376,7 @@ try {
   }
   if (parts.includes('subgraph')) seen.subgraph = await subgraph(page)
   if (parts.includes('typed')) seen.typed = await typed(page)
+  if (parts.includes('advanced')) seen.advanced = await advanced(page)
   if (parts.includes('nodes')) seen.nodes = await nodes(page)
   if (parts.includes('graph')) seen.graph = await graph(page)
   console.log(JSON.stringify(seen))

@@ -19,14 +19,17 @@ from host import HostServer, find_host, host_python
 from host_graphs import native_timeline
 from pictured.bands import drawn
 from PIL import Image
-from places import ROOT
+from places import DATA, ROOT
 from single_files.comfy_folders import put_templates
 
 SCRIPT = Path(__file__).parent / "browser.mjs"
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LANGUAGES = {"en-US": "en", "zh-CN": "zh"}
-PARTS = {"en-US": ["templates", "run", "workflows", "typed", "nodes"], "zh-CN": ["run", "subgraph", "nodes"]}
+PARTS = {
+    "en-US": ["templates", "run", "workflows", "typed", "advanced", "nodes"],
+    "zh-CN": ["run", "subgraph", "nodes"],
+}
 
 pytestmark = pytest.mark.host
 each_locale = pytest.mark.parametrize("locale", LANGUAGES)
@@ -115,6 +118,21 @@ def test_a_budget_is_what_is_typed(pages: dict[str, Any]) -> None:
     typed = pages["en-US"]["typed"]
     assert set(typed) == {"BallastLoadPipeline.vram_gb", "BallastLoadPipeline.ram_gb", "BallastVramBudget.vram_gb"}
     assert all(values == [7.25, 0.004] for values in typed.values()), typed
+
+
+def test_the_old_page_shows_advanced_inputs_by_the_menu_and_where_they_were_changed(pages: dict[str, Any]) -> None:
+    seen = pages["en-US"]["advanced"]
+    schemas = json.loads((DATA / "node_schemas.json").read_text("utf-8"))
+    for kind in ("BallastLoadPipeline", "BallastSampler"):
+        given = {name: spec for group in schemas[kind]["input"].values() for name, spec in group.items()}
+        hidden = {name for name, spec in given.items() if len(spec) > 1 and spec[1].get("advanced")}
+        for state, all_of_them in (("fresh", False), ("toggled", True), ("saved", False)):
+            shown = set(seen[state][kind]["widgets"])
+            assert (hidden <= shown) if all_of_them else not hidden & shown, (state, kind)
+            assert seen[state][kind]["spare"] == 0, (state, kind)
+        assert hidden and {"vram_gb", "seed"} & set(seen["fresh"][kind]["widgets"])
+    changed = {kind: seen["changed"][kind]["widgets"] for kind in seen["changed"]}
+    assert "frames" in changed["BallastSampler"] and "llama" not in changed["BallastLoadPipeline"]
 
 
 @each_locale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ballast.memory.host.contract import version
 from host import HostError, HostServer, find_host, host_python, missing
 from PIL import Image
 from places import DATA, ROOT, STUBS
@@ -99,6 +101,12 @@ def pictures(entry: dict[str, Any], host: HostServer) -> list[Image.Image]:
     return found
 
 
+def release(root: Path | None) -> tuple[int, ...]:
+    """The version of the ComfyUI in a folder, or of the one that the stand-ins are like."""
+    assert root is not None
+    return tuple(int(part) for part in (version(root) or "0").split("."))
+
+
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -138,11 +146,15 @@ def test_every_node_is_as_in_the_snapshot(host: HostServer) -> None:
                     for fact in ("options", "default"):
                         given.pop(fact, None)
                         given |= {fact: wanted[fact]} if fact in wanted else {}
+        if "has_intermediate_output" not in info:  # ComfyUI 0.14 does not tell it
+            expected.pop("has_intermediate_output")
         assert info == expected
 
 
 def test_stand_ins_agree_with_the_host(host: HostServer) -> None:
     """What tests/stubs defines exists in the host, with the same parameters and defaults."""
+    if release(find_host()) < release(STUBS):
+        pytest.skip("a host older than the one that the stand-ins are like")
     answers = []
     for folder in (STUBS, find_host()):
         command = [host_python(), str(STUBS / "parity.py"), str(folder)]
@@ -242,11 +254,15 @@ def test_free_vram_runs_anywhere(host: HostServer) -> None:
     between["decode"]["inputs"]["latent"] = ["free", 0]
     texts = host.run(between)["outputs"]["free"]["text"]
     assert "sim:0: 315 KB -> 0 B, freed 315 KB" in texts[0]
-    alone = host.run({"free": FREE})["outputs"]["free"]["text"]
-    assert alone[0] == "On the CPU: nothing in VRAM.", "as the host is, and nothing ran on the simulated card"
+    # ComfyUI 0.14 lets a loader's output go with its prompt, and with it what lies in VRAM. Copies in RAM are left.
+    keeps = release(find_host()) >= (0, 33)
+    alone = host.run({"free": FREE})["outputs"]["free"]["text"][0]
+    assert alone.startswith("On the CPU: nothing in VRAM."), "as the host is, and nothing is on the simulated card"
+    assert "RAM: " not in alone or not keeps
     host.run(graph(seed=21))
-    after = host.run({"again": FREE})["outputs"]["again"]["text"]
-    assert after[0].startswith("sim:0: 315 KB -> 0 B, freed 315 KB\n"), "alone, it says what went"
+    after = host.run({"again": FREE})["outputs"]["again"]["text"][0]
+    freed = r"sim:0: 315 KB -> 0 B, freed 315 KB\n" if keeps else r"On the CPU: nothing in VRAM.\nRAM: \d+ KB -> 0 B, "
+    assert re.match(freed, after), f"alone, it says what went: {after}"
 
 
 def test_unload_buttons_let_everything_go(host: HostServer) -> None:
