@@ -52,7 +52,7 @@ def test_out_of_memory_at_every_allocation_of_a_whole_run(keep: bool, tiny_folde
     The stages before the one that fails are undisturbed, and those after it get what it gave: they are not run.
     """
     run = Run.of(FAST, tiny_folders(FAST), keep=keep)
-    tried, step = 0, 1 if SOAK else 47 if keep else 5  # keeping is much the same
+    tried, step = 0, 1 if SOAK else 71 if keep else 5  # keeping is much the same
     for stage in STAGES:
         run(stage)
         sim.reset_stats()

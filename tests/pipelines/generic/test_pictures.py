@@ -394,7 +394,8 @@ def test_several_prompts_share_a_picture(folders: Folders) -> None:
     assert not torch.allclose(several[1], pipe.sample(two, **run, image=ONE)[1], atol=1e-2)
 
 
-OTHERS, OFTEN = ("sd3_controlnet", "qwen_controlnet", "flux_control"), {"qwen_controlnet": pytest.mark.soak}
+OTHERS = ("sd3_controlnet", "qwen_controlnet", "flux_control")
+OFTEN = dict.fromkeys(OTHERS[1:], pytest.mark.soak)
 
 
 @pytest.mark.parametrize(
