@@ -142,7 +142,7 @@ def test_error_at_any_point_comes_out_as_itself_and_leaves_nothing(
     assert all(ended[f"{error.__name__} raised"] >= 0.8 * tried[error.__name__] for error in ERRORS), ended
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, "kept", "from disk"))
 @pytest.mark.parametrize("error", few(ERRORS, FaultError))
 def test_error_out_of_on_step(way: str, error: type[BaseException], tiny_folders: Folders, sim: ModuleType) -> None:
     run = Run.of(FAST, tiny_folders(FAST), **WAYS[way])
@@ -217,7 +217,7 @@ def _put_back(own: dict[str, Any], forward: Any) -> None:
 @pytest.mark.parametrize("way", few(["auto", "kept", "streamed", "from disk"], "kept", "from disk"))
 @pytest.mark.parametrize(
     ("name", "how"),
-    [(FAST, "detach"), (FAST, "partially_unload"), pytest.param("demo", "detach", marks=pytest.mark.long)],
+    [(FAST, "detach"), (FAST, "partially_unload"), pytest.param("demo", "detach", marks=pytest.mark.soak)],
 )
 def test_host_that_evicts_everything_between_any_two_blocks(
     name: str, way: str, how: str, tiny_folders: Folders, sim: ModuleType, evicting: Callable[[Run, str], Counter[str]]

@@ -138,7 +138,7 @@ def test_one_kernel_decodes_what_the_steps_do(dtype: torch.dtype) -> None:
         assert torch.equal(found.cpu(), expected), codec
 
 
-@pytest.mark.parametrize("ram_share", [0, 0.5])
+@pytest.mark.parametrize("ram_share", few([0, 0.5], 0.5))
 def test_what_ram_has_no_room_for_comes_from_disk(
     ram_share: float, device: torch.device, tiny_folders: Folders
 ) -> None:

@@ -351,7 +351,7 @@ def test_maps_that_a_module_fills_are_not_made_whole(sim: ModuleType, monkeypatc
     assert peak <= 400_000 < found.nbytes
 
 
-@pytest.mark.parametrize("budget", [150_000, 400_000])
+@pytest.mark.parametrize("budget", few([150_000, 400_000], 150_000))
 def test_attention_is_one_kernel_where_the_card_has_one_and_all_keys_fit(
     budget: int, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
