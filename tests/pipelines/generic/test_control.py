@@ -211,7 +211,7 @@ def test_one_follows_several_pictures(apart: Callable[[str], tuple[Path, Path]],
     [
         "flux_controlnet",
         pytest.param("sd3_controlnet", marks=pytest.mark.soak),
-        pytest.param("qwen_controlnet", marks=pytest.mark.long),
+        pytest.param("qwen_controlnet", marks=pytest.mark.soak),
     ],
 )
 def test_a_single_file_is_its_folder(name: str, apart: Callable[[str], tuple[Path, Path]], sim: ModuleType,
