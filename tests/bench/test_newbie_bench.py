@@ -35,7 +35,7 @@ def peak(stages: dict[str, dict[str, Any]], figure: str) -> int:
     return max(row[figure] for row in stages.values())
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_predicted_at_the_published_sizes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert ballast.commands.main.main(["bench", "newbie", "--device", "cpu", "--out", str(tmp_path)]) == 0
     found, said = results(tmp_path, "newbie-predicted"), capsys.readouterr().out

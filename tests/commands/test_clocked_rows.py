@@ -46,7 +46,7 @@ CASES: dict[str, tuple[type, type, dict[str, tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(CASES, "FLUX.1 schnell", "Wan 2.1 text 1.3B"))
+@pytest.mark.parametrize("name", few(CASES, "Wan 2.1 text 1.3B"))
 def test_a_step_takes_as_long_as_in_diffusers(name: str) -> None:
     stock, kind, texts = CASES[name]
     model, folder = MODELS[name], FACTS / "models" / MODELS[name].facts

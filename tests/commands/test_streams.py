@@ -25,7 +25,7 @@ sys.exit(main(sys.argv[2:]))
     [
         pytest.param("batch", "ascii", marks=pytest.mark.long),
         pytest.param("generate", "cp1252", marks=pytest.mark.soak),
-        ("missing", "ascii"),
+        pytest.param("missing", "ascii", marks=pytest.mark.soak),
     ],
 )
 def test_characters_that_it_does_not_have_are_escaped(command: str, encoding: str, tmp_path: Path) -> None:

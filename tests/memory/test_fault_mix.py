@@ -34,7 +34,7 @@ from fault_points import KINDS, FaultError, InterruptProcessingException, raised
 from node_runner import run_node
 
 FAMILIES = ("auraflow", "zimage", "chroma")
-RUNS, WARM_UP = 200 if os.environ.get("BALLAST_SOAK") else 60, 30
+RUNS, WARM_UP = (200, 30) if os.environ.get("BALLAST_SOAK") else (40, 20)
 STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")
 
 

@@ -52,7 +52,7 @@ def test_out_of_memory_at_every_allocation_of_a_whole_run(keep: bool, tiny_folde
     The stages before the one that fails are undisturbed, and those after it get what it gave: they are not run.
     """
     run = Run.of(FAST, tiny_folders(FAST), keep=keep)
-    tried, step = 0, 1 if SOAK else 47 if keep else 5  # keeping is much the same
+    tried, step = 0, 1 if SOAK else 71 if keep else 5  # keeping is much the same
     for stage in STAGES:
         run(stage)
         sim.reset_stats()
@@ -142,7 +142,7 @@ def test_error_at_any_point_comes_out_as_itself_and_leaves_nothing(
     assert all(ended[f"{error.__name__} raised"] >= 0.8 * tried[error.__name__] for error in ERRORS), ended
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, "kept", "from disk"))
 @pytest.mark.parametrize("error", few(ERRORS, FaultError))
 def test_error_out_of_on_step(way: str, error: type[BaseException], tiny_folders: Folders, sim: ModuleType) -> None:
     run = Run.of(FAST, tiny_folders(FAST), **WAYS[way])
@@ -217,7 +217,7 @@ def _put_back(own: dict[str, Any], forward: Any) -> None:
 @pytest.mark.parametrize("way", few(["auto", "kept", "streamed", "from disk"], "kept", "from disk"))
 @pytest.mark.parametrize(
     ("name", "how"),
-    [(FAST, "detach"), (FAST, "partially_unload"), pytest.param("demo", "detach", marks=pytest.mark.long)],
+    [(FAST, "detach"), (FAST, "partially_unload"), pytest.param("demo", "detach", marks=pytest.mark.soak)],
 )
 def test_host_that_evicts_everything_between_any_two_blocks(
     name: str, way: str, how: str, tiny_folders: Folders, sim: ModuleType, evicting: Callable[[Run, str], Counter[str]]

@@ -36,6 +36,7 @@ from ballast.memory.weights import hostbuffer
 from ballast.pipelines.decoding.precision import full_float32
 from ballast.pipelines.sampling.kernels import kernels
 from places import ROOT
+from selection import few
 from streamed_models import Blocks, least_bytes, nbytes, resident_engine, run, streamed_engine
 from torch.utils._pytree import tree_map_only
 
@@ -93,7 +94,7 @@ def wide(device: torch.device) -> int:
 # Streaming
 
 
-@pytest.mark.parametrize("name", ["flux", "lumina2", "wan"])
+@pytest.mark.parametrize("name", few(["flux", "lumina2", "wan"], "flux", "wan"))
 def test_any_share_streams_to_the_resident_result(name: str, device: torch.device) -> None:
     module, arguments = streamed_models.model(name)
     expected = check(resident_engine(module, device), arguments)
@@ -137,7 +138,7 @@ def test_one_kernel_decodes_what_the_steps_do(dtype: torch.dtype) -> None:
         assert torch.equal(found.cpu(), expected), codec
 
 
-@pytest.mark.parametrize("ram_share", [0, 0.5])
+@pytest.mark.parametrize("ram_share", few([0, 0.5], 0.5))
 def test_what_ram_has_no_room_for_comes_from_disk(
     ram_share: float, device: torch.device, tiny_folders: Folders
 ) -> None:

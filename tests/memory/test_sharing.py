@@ -141,9 +141,8 @@ def test_changed_vram_budget_changes_the_placement_and_reads_nothing(
 ) -> None:
     pipe, reads = None, []
     for named, placement in [
-        ("all", "resident"), ("streamed", "streamed"), ("resident", "resident"), ("streamed", "streamed"),
-        ("resident", "resident"), ("most", "streamed"), ("streamed", "streamed"), ("some", "streamed"),
-        ("streamed", "streamed"), ("all", "resident"), ("some", "streamed"),
+        ("all", "resident"), ("streamed", "streamed"), ("resident", "resident"), ("most", "streamed"),
+        ("streamed", "streamed"), ("some", "streamed"), ("all", "resident"), ("some", "streamed"),
     ]:  # fmt: skip
         if drop_first:
             del pipe
@@ -154,7 +153,7 @@ def test_changed_vram_budget_changes_the_placement_and_reads_nothing(
         assert torch.equal(run.latents, expected["shapes"])
         reads.append(run.read)
         check_books(sim)
-    assert reads == [TRANSFORMER] + [0] * 10
+    assert reads == [TRANSFORMER] + [0] * 7
     assert [unit.role for unit in manager("sim").report().units].count("transformer") == 1
     report = manager("sim").report()
     assert report.host_bytes <= TRANSFORMER + 458564 + 1023500, "one copy"
@@ -184,7 +183,7 @@ def test_another_model_that_fits_whole_is_resident(
     sim.enable(total="4GB")
 
 
-@pytest.mark.parametrize("extra", [0, 1_234_567])
+@pytest.mark.parametrize("extra", few([0, 1_234_567], 1_234_567))
 def test_what_other_runs_have_kept_makes_room_for_a_stated_budget(
     models: dict[str, Path], room: dict[str, int], sim: ModuleType, extra: int
 ) -> None:
@@ -517,7 +516,7 @@ def test_any_sequence_of_changes(
 ) -> None:
     machine = type("Machine", (Changes,), {"models": models, "room": room, "expected": expected, "sim": sim})
     machine.TestCase.settings = settings(  # type: ignore[attr-defined]
-        max_examples=20 if os.environ.get("BALLAST_SOAK") else 7,
+        max_examples=20 if os.environ.get("BALLAST_SOAK") else 4,
         stateful_step_count=10,
         suppress_health_check=list(HealthCheck),
     )

@@ -113,7 +113,7 @@ def test_what_stays_on_the_device_needs_no_copy_in_ram(bench: Bench, sim: Module
 @pytest.mark.long
 def test_less_of_either_budget_is_never_planned_faster(bench: Bench, sim: ModuleType) -> None:
     sim.enable(total="1GB", h2d_gbps=5.0, tflops=0.1, disk_gbps=0.3)
-    shares = [0, 0.3, 0.6, 1]
+    shares = [0, 0.3, 0.6, 1] if os.environ.get("BALLAST_SOAK") else [0, 0.4, 1]
     rows = [[bench.plan(bench.open(vram, ram)).step_seconds for ram in shares] for vram in shares]
     for row in (*rows, *zip(*rows, strict=True)):
         assert all(more <= less for less, more in zip(row, row[1:], strict=False))

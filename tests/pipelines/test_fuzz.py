@@ -159,7 +159,7 @@ def test_configs(folders: dict[str, tuple[Path, dict[str, Any]]], family: str) -
     folder, arguments = folders[family]
     configs = sorted([*folder.glob("*.json"), *folder.glob("*/config.json"), *folder.glob("*/*_config.json")])
 
-    @settings(few, max_examples=few.max_examples // 6)
+    @settings(few, max_examples=few.max_examples // (6 if os.environ.get("BALLAST_SOAK") else 10))
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(configs))

@@ -77,7 +77,7 @@ def test_every_placement_runs_from_the_file(weights: str, tmp_path: Path, sim: M
     assert torch.equal(expected, plain.sample(cond, **SIZE)) == (weights == "exact12")
     forget(once)
     written: list[tuple[Path, int]] = []
-    for strategies in (("resident",), ("resident", "streamed", "leafwise", "cpu", "resident")):
+    for strategies in (("resident",), ("streamed", "leafwise", "cpu", "resident")):
         pipe = opened(tmp_path, weights)
         (dit,) = pipe.denoisers
         for strategy in strategies:
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_made_again(
     whole = path.read_bytes()
     forget(pipe)
     damages = (whole, b""), (whole, whole[:-1]), (b"exact12", b"exact13"), (b"shape", b"shope"), (b"[768]", b"[769]")
-    for before, after in damages:
+    for before, after in damages if os.environ.get("BALLAST_SOAK") else damages[1::3]:
         path.write_bytes(whole.replace(before, after))
         caplog.clear()
         assert torch.equal(pipe.sample(cond, **SIZE), expected)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ballast.memory import manager, simulated
 from encoded_folders import Pair
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 SOAK = bool(os.environ.get("BALLAST_SOAK"))
@@ -56,7 +56,11 @@ def bench(request: pytest.FixtureRequest, tiny_folders: Callable[[str], Path], t
 RUN = st.tuples(st.sampled_from(range(len(CASES))), st.floats(0, 1))
 
 
-@settings(max_examples=8 if SOAK else 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8,
+    phases=tuple(Phase) if SOAK else (Phase.explicit,),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(runs=st.lists(RUN, min_size=2, max_size=5))
 @example(runs=[(1, 0.6), (3, 0.6), (1, 0.6)])  # what was decoded for the small one has no room beside the large one
 @example(runs=[(3, 0.9), (1, 0.9), (1, 1.0), (0, 1.0), (1, 0.3)])  # more is decoded, all of it, none, some

@@ -16,7 +16,7 @@ from ballast.memory.weights.groups import CallOrder
 from ballast.pipelines.sampling.kernels import kernels
 from encoded_folders import Pair
 from fault_points import KINDS, FaultError, InterruptProcessingException, raised_at
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from selection import few
 from streamed_models import least_bytes, streamed_engine
@@ -63,14 +63,22 @@ HALF_IN_RAM = [
     ((0.71, 0.51, True, -244), None),
     ((0.0, 0.58, True, -1169), ("copy", 52, True)),
 ]
+# More VRAM and less RAM, in which an allocation and a read fail.
+LESS_RAM = [
+    ((0.4, 1.0, False, 150_000), ("allocation", 90, False)),
+    ((1.0, 0.2, True, -200_000), ("read", 7, False)),
+]
 FAULT = st.none() | st.tuples(st.sampled_from(KINDS), st.integers(1, 400), st.booleans())
 
 
 @settings(
-    max_examples=6 if os.environ.get("BALLAST_SOAK") else 2, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6,
+    phases=tuple(Phase) if os.environ.get("BALLAST_SOAK") else (Phase.explicit,),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(runs=st.lists(st.tuples(RUN, FAULT), min_size=2, max_size=5))
 @example(runs=HALF_IN_RAM)
+@example(runs=LESS_RAM)
 def test_budgets_host_calls_and_interrupts(bench: Bench, sim: ModuleType, runs: list[Any]) -> None:
     """One run after another: the latents of plain weights, or the error that was raised; books are bytes."""
     mgr = manager("sim")

@@ -113,7 +113,7 @@ def test_runs_are_as_planned_at_any_budget(how: str, tmp_path: Path, sim: Module
 PLANNED = [
     ("sd3", "q8_0"),
     *(
-        pytest.param(name, how, marks=pytest.mark.long if (name, how) == ("flux", "exact12") else pytest.mark.soak)
+        pytest.param(name, how, marks=pytest.mark.soak)
         for name in ("flux", "sd3", "wan", "zimage")
         for how in (*WRITERS, "exact12")
         if (name, how) != ("sd3", "q8_0")
@@ -187,7 +187,7 @@ def test_loras_on_encoded_weights_are_those_on_plain_ones(
     assert torch.equal(pipe.sample(cond, **SIZE), without_loras)
 
 
-@pytest.mark.parametrize("weights", ["exact12", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("weights", few(["exact12", "int8"], "exact12"))
 def test_loras_on_converted_weights(weights: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
     """Wherever they are: of 12 bits what plain ones give, of 8 bits the same everywhere."""
     folder = tiny_folders("flux")

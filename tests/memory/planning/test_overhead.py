@@ -146,7 +146,7 @@ def by_driver(tensor_bytes: int) -> int:
 
 
 @pytest.mark.parametrize("name", few(["flux", "cogvideox"], "flux"))
-@pytest.mark.parametrize("share", [0.3, 2.0])
+@pytest.mark.parametrize("share", few([0.3, 2.0], 0.3))
 def test_plan_after_one_run_is_what_the_next_takes(
     name: str, share: float, tiny_folders: Folders, sim: ModuleType
 ) -> None:

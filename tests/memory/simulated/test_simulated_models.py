@@ -69,7 +69,7 @@ def weights(pipe: Any) -> int:
     return sum(p.nbytes for module in modules for p in (*module.parameters(), *module.buffers()))
 
 
-@pytest.mark.parametrize("name", few(tiny.FAMILIES, *THREE, "sd3", "lumina2", "mochi"))
+@pytest.mark.parametrize("name", few(tiny.FAMILIES, *THREE, "mochi"))
 def test_whole_pipelines_equal_the_cpu(name: str) -> None:
     family = tiny.FAMILIES[name]
     pipe = family.build()

@@ -55,7 +55,7 @@ NEWBIE = r"attention\.(qkv|out)|feed_forward|adaLN|time_text_embed\.1|clip_text_
     [
         ("newbie", NEWBIE, "base_model.model."),
         pytest.param("newbie", NEWBIE, "diffusion_model.", marks=pytest.mark.soak),
-        pytest.param("newbie", NEWBIE, "lora_unet_", marks=pytest.mark.long),
+        pytest.param("newbie", NEWBIE, "lora_unet_", marks=pytest.mark.soak),
         ("pyramid", "attn.*to_", ""),
         pytest.param("pyramid", "attn.*to_", "lora_unet_", marks=pytest.mark.long),
     ],

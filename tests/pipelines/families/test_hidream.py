@@ -215,7 +215,9 @@ def test_texts_that_were_not_compared_with_the_stock_call_are_refused(tiny_folde
 # Sizes
 
 
-@pytest.mark.parametrize("size", [(128, 128), (144, 112), (112, 144), (16, 16), (48, 208), (160, 160)])
+@pytest.mark.parametrize(
+    "size", few([(128, 128), (144, 112), (112, 144), (16, 16), (48, 208), (160, 160)], (112, 144), (16, 16), (48, 208))
+)
 def test_asked_size_is_what_comes_out(size: tuple[int, int], tiny_folders: Folders) -> None:
     pipe = ballast.open_pipeline(tiny_folders("hidream"), device="cpu")
     cond = pipe.encode("a red boat", **WORDS)

@@ -31,7 +31,6 @@ def test_blocks_attend_as_diffusers_does(
         torch.testing.assert_close(attention(hidden), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("axis", range(3))
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -40,7 +39,7 @@ def test_blocks_attend_as_diffusers_does(
         {},
     ],
 )
-def test_the_least_is_what_the_decoder_takes(axis: int, sizes: dict[str, Any]) -> None:
+def test_the_least_is_what_the_decoder_takes(sizes: dict[str, Any]) -> None:
     """One less on any axis fails, one more does not; with the published strides and kernels, too."""
     narrow = {
         "latent_channels": 4,
@@ -54,7 +53,7 @@ def test_the_least_is_what_the_decoder_takes(axis: int, sizes: dict[str, Any]) -
     attend_in_blocks(decoder)
     least = list(least_latents(decoder.config))
     decoder.decode(torch.empty(1, 4, *least, device="meta"))
-    if least[axis] > 1:
-        least[axis] -= 1
+    for axis in (axis for axis in range(3) if least[axis] > 1):
+        less = [size - (place == axis) for place, size in enumerate(least)]
         with pytest.raises(ValueError, match="at least its kernel size"):
-            decoder.decode(torch.empty(1, 4, *least, device="meta"))
+            decoder.decode(torch.empty(1, 4, *less, device="meta"))

@@ -86,7 +86,7 @@ def test_staged_equals_stock(name: str, negative: str | None, odd_folders: Folde
     assert negative is None or not torch.allclose(made, staged(pipe, "good", guidance=4.0), atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["streamed", "leafwise"])
+@pytest.mark.parametrize("strategy", few(["streamed", "leafwise"], "leafwise"))
 def test_a_table_kept_for_the_device_is_made_again(strategy: str, odd_folders: Folders, sim: ModuleType) -> None:
     """AnyFlow keeps its rotary table under the name of the device: moved away, it would be taken for one there."""
     pipe = ballast.open_pipeline(odd_folders("anyflow"), device="sim")

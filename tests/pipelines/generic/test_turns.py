@@ -54,7 +54,7 @@ def test_both_come_once_where_both_fit(name: str, folders: Folders, sim: ModuleT
     for more in ({}, {"weights": "int8"}):
         pipe = ballast.open_pipeline(folders(name), device="sim", **more)
         cond = pipe.encode("a boat")
-        came = {run(pipe, cond, steps)[2] for steps in (4, 20)}
+        came = {run(pipe, cond, steps)[2] for steps in (2, 7)}
         assert len(came) == 1 and came == {sum(unit.size_bytes for unit in pipe.denoisers)}
         assert sim.stats().allocated_bytes == 0
 
@@ -68,7 +68,7 @@ def test_both_come_once_where_both_fit(name: str, folders: Folders, sim: ModuleT
         pytest.param("flux_controlnet", 1_700_000, "streamed", False, marks=pytest.mark.soak),
         pytest.param("flux_controlnet", 2_500_000, "leafwise", True, marks=pytest.mark.soak),
         pytest.param("flux_controlnet", 2_500_000, "resident", False, marks=pytest.mark.soak),
-        ("flux_controlnet", 1_350_000, "streamed", False),
+        pytest.param("flux_controlnet", 1_350_000, "streamed", False, marks=pytest.mark.soak),
         pytest.param("sd3_controlnet", 1_470_000, "auto", True, marks=pytest.mark.soak),
         pytest.param("sd3_controlnet", 1_500_000, "auto", True, marks=pytest.mark.soak),
         ("sd3_controlnet", 1_500_000, "streamed", True),  # one piece lies in the ring until this leaves

@@ -144,7 +144,7 @@ def test_every_style_is_what_the_weights_say(name: str, tmp_path: Path) -> None:
     parts = (list(theirs)[::2], list(theirs)[1::2], list(theirs)[-1:])
     for number, style in enumerate(STYLES.values()):
         scale = ALPHA / RANK if style[3] else 1.0
-        for some in (list(theirs), *(parts if SOAK else parts[number % 3 :][:1])):
+        for some in (list(theirs), *parts) if SOAK else ((list(theirs), *parts)[number % 4],):
             ups = {layer: theirs[layer] for layer in some}
             path = written(tmp_path / "lora.safetensors", style, ups, lambda key: shapes[f"{key}.weight"].shape[1])
             drawn = {row.tobytes() for up in ups.values() for row in up.numpy()}

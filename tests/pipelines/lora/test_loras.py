@@ -228,10 +228,10 @@ def test_compiled_they_are_those_of_stock(
     pipe.set_loras(loras)
     torch.testing.assert_close(sample(cond), lora_files.stock(folder, loras), atol=1e-5, rtol=0)
     found = []
-    for i in range(6):
+    for i in range(4):
         pipe.set_loras([(path, strength + 0.1 * i) for path, strength in loras])
         found.append(sample(cond))
-    assert len({each.sum().item() for each in found}) == 6
+    assert len({each.sum().item() for each in found}) == 4
     assert len(graphs) <= 4 * bare, "each strength compiles anew"
     pipe.set_loras([])
     assert torch.equal(sample(cond), plain)

@@ -183,7 +183,7 @@ def test_plans_of_runs_choose_what_runs(
     opened = Opened(name, tiny_folders, tmp_path)
     opened.options, pipe, prompt = {}, opened.pipe, "a red boat"
     least, most = span(opened, partial(pipe.encode, f"{prompt} -"))
-    for part in range(5):
+    for part in range(5) if SOAK else (0, 1, 3):
         pipe.runner = pipe.runner.set(vram_bytes=least + part * (most - least) // 4)
         before = pipe.plan(**opened.size, prompt=f"{prompt} {part}").stages[0]
         pipe.encode(f"{prompt} {part}")
@@ -228,7 +228,7 @@ def test_new_prompts_run_no_encoder_on_shapes(
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("strategy", few(["resident", "streamed", "leafwise"], "resident", "leafwise"))
+@pytest.mark.parametrize("strategy", few(["resident", "streamed", "leafwise"], "leafwise"))
 def test_tables_of_a_kept_transformer_count(
     strategy: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
 ) -> None:

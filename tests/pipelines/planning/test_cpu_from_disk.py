@@ -18,7 +18,7 @@ RUN: dict[str, Any] = {"width": 64, "height": 64, "steps": 3}
 
 
 @pytest.mark.parametrize(
-    "family", ["sd3", pytest.param("flux", marks=pytest.mark.long), pytest.param("wan", marks=pytest.mark.long)]
+    "family", ["sd3", pytest.param("flux", marks=pytest.mark.soak), pytest.param("wan", marks=pytest.mark.long)]
 )
 def test_runs_in_the_least_ram_as_planned(family: str, tiny_folders: Callable[[str], Path]) -> None:
     run = RUN | ({"frames": 5} if family == "wan" else {})

@@ -16,6 +16,9 @@ from selection import few
 Folders = Callable[[str], Path]
 
 
+SHARES = {"auto": (0.0, 0.4, 1.0), "streamed": (0.4,), "leafwise": (0.0,), "resident": (1.0,)}
+
+
 @pytest.mark.parametrize("name", few(tiny.FAMILIES, "flux"))
 def test_planned_layout_is_the_one_in_force(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     sim.enable(total="1GB", h2d_gbps=0.02, tflops=1e-3)
@@ -28,9 +31,7 @@ def test_planned_layout_is_the_one_in_force(name: str, tiny_folders: Folders, si
     most = pipe.plan(cond=cond, **run).sampling.peak_vram_bytes
     layouts, results = set(), []
     for strategy in ("auto", "streamed", "leafwise", "resident"):
-        for share in (0.0, 0.4, 1.0):
-            if strategy == "resident" and share < 1:
-                continue
+        for share in SHARES[strategy]:
             vram = int(least + share * (most - least)) + 1000
             seen: list[Any] = []
 

@@ -212,7 +212,7 @@ def test_kept_transformer_is_fitted_to_a_larger_run(tiny_folders: Folders, sim: 
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", keep=True)
     most = pipe.plan(**large, cond=cond, vram="1GB").sampling.peak_vram_bytes
     least = pipe.plan(**large, cond=cond, vram=1, strategy="streamed").sampling.peak_vram_bytes
-    for vram in (most - 1, (most + least) // 2, least):
+    for vram in ((most + least) // 2, least):
         pipe.runner = pipe.runner.set(vram_bytes=vram)
         for run in (small, large, small, large):
             plan = pipe.plan(**run, cond=cond)
@@ -245,7 +245,7 @@ def test_plans_of_two_threads_do_not_mix(tiny_folders: Folders, sim: ModuleType)
     assert torch.autocast.__module__.startswith("torch.")
 
 
-@pytest.mark.parametrize("damage", few(["", "{}", "[1]", CUT_SHORT], "", CUT_SHORT))
+@pytest.mark.parametrize("damage", few(["", "{}", "[1]", CUT_SHORT], CUT_SHORT))
 def test_damaged_forecasts_are_made_again(damage: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", cache_dir=tmp_path)
     cond = conditioning("flux", tiny_folders("flux"))
@@ -287,7 +287,7 @@ def test_plan_holds_for_more_steps_than_the_dry_run_has(name: str, tiny_folders:
     pipe = ballast.open_pipeline(tiny_folders(name), device="sim")
     cond = conditioning(name, tiny_folders(name))
     size = {"width": family.size[0], "height": family.size[1], "frames": family.frames, "guidance": family.guidance}
-    run: dict[str, Any] = {**size, "steps": 30, **family.call_kwargs}
+    run: dict[str, Any] = {**size, "steps": 12, **family.call_kwargs}
     predicted = pipe.plan(**run, cond=cond, vram="1GB").stages[0].peak_vram_bytes
     pipe.sample(cond, **run, on_step=lambda *_: None)
     assert manager("sim").timeline.stages[-1].peak_bytes <= predicted

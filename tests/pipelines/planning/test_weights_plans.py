@@ -63,6 +63,7 @@ def test_docs_tell_what_the_planner_says(name: str, folders: Folders, tmp_path: 
     assert row in docs, row
 
 
+@pytest.mark.soak
 def test_hidream_in_twelve_bits_takes_a_quarter_less_ram(folders: Folders, tmp_path: Path) -> None:
     def plan(weights: str, ram: str) -> Any:
         pipe = ballast.open_pipeline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_picture_is_the_one_made_alone(name: str, opened: Callable[[str], Stages
     """Resident and streamed, drawn at once: as many calls as for one, and as many bytes of weights."""
     pipe, cond, run = opened(name)
     last = pipe.sample(cond, **run, seed=(SEED + 2) % 2**64)
-    for strategy in ("resident", "streamed"):
+    for strategy in ("resident", "streamed") if name != "wan" or os.environ.get("BALLAST_SOAK") else ("streamed",):
         run["strategy"] = strategy
         first = pipe.sample(cond, **run, seed=SEED)
         calls, bytes_in = _seen(pipe)

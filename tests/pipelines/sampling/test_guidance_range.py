@@ -72,7 +72,7 @@ def counted(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("name", few(ROWS, "flux", "wan", "sd3", "zimage"))
+@pytest.mark.parametrize("name", few(ROWS, "flux", "wan", "zimage"))
 def test_steps_outside_run_one_pass_as_a_stock_loop_does(
     name: str, opened: Any, tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

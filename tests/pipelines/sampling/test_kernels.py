@@ -102,7 +102,7 @@ def test_streamed_blocks_compile_once(name: str) -> None:
     expected, before = output(module, arguments), state(module)
     compiler, classes, started = Counting(), {type(block) for block in members(module)}, compiles()
     graphs, streamed = [], []
-    for share in (0, 0.3, 0.7, 1):
+    for share in (0, 0.5, 1):
         with kernels([module], compile=True, backend=compiler):
             placement = placed(module, CPU, share)
             for _ in range(3):
@@ -111,7 +111,7 @@ def test_streamed_blocks_compile_once(name: str) -> None:
             streamed.append(placement.layout.copied_bytes)
             placement.remove()
         assert state(module) == before
-    assert graphs == [graphs[0]] * 12, "compiled again after the first step"
+    assert graphs == [graphs[0]] * 9, "compiled again after the first step"
     assert compiles() - started == graphs[0]
     # At most one more for a class whose blocks differ: in parts, in the length of a prompt.
     assert len(classes) <= graphs[0] <= 2 * len(classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -71,8 +72,10 @@ def test_accepted_sizes_run_at_their_size(name: str, tiny_folders: Folders) -> N
     assert (pipe.model.sizes.multiple, pipe.model.sizes.most) == (multiple, most and (most, most))
     top = (most or 8 * multiple) // multiple
     draw = random.Random(name)
-    sizes = {(1, 1), (2, 3), (3, 1), (top, 1), (1, top), (top - 1, 2)}
-    sizes |= {(draw.randint(1, min(top, 12)), draw.randint(1, min(top, 12))) for _ in range(3)}
+    sizes = {(1, 1), (2, 3), (top, 1), (1, top)}
+    if os.environ.get("BALLAST_SOAK"):
+        sizes |= {(draw.randint(1, min(top, 12)), draw.randint(1, min(top, 12))) for _ in range(3)}
+        sizes |= {(3, 1), (top - 1, 2)}
     latent = {"ltx": 32, "ltx_timestep": 32}.get(name, 8)
     steps = 2 if name in ("ltx", "qwenimage") else 1  # one alone would end at pure noise there
     for across, down in sorted(sizes):

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pixart lcm": ("pixart_sigma", "LCMScheduler", {}),
 }
 SHORT = ("ltx euler", "pixart tcd")
-LONG = ("sana", "pixart")
+LONG = ("sana", "pixart ddpm")
 
 
 def marked(case: str) -> Any:

@@ -257,7 +257,7 @@ def renamed(
     ("architecture", "prefix"),
     [
         ("", ""),
-        ("pig", "t5xxl.transformer."),
+        pytest.param("pig", "t5xxl.transformer.", marks=pytest.mark.long),
         pytest.param("", "text_model.", marks=pytest.mark.soak),
         ("own", "text_encoders.any_7b.transformer.model."),
     ],

@@ -147,7 +147,7 @@ def test_a_quantised_file_runs_as_its_plain_weights_do(
 
 
 @pytest.mark.parametrize("how", few(["cast", "q8_0", "fp8"], "cast", "q8_0"))
-@pytest.mark.parametrize("share", few([None, 0.5, 0.0], None, 0.5))
+@pytest.mark.parametrize("share", few([None, 0.5, 0.0], 0.5))
 def test_the_bar_counts_bytes_of_files_wherever_they_are_read(
     how: str, share: float | None, tiny_folders: Folders, tmp_path: Path, kept: Path, sim: ModuleType, monkeypatch: Any
 ) -> None:
