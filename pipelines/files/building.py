@@ -78,7 +78,9 @@ class _Limits(Uncompiled):
             made = func(*args, **kwargs)
             self._check(made)
             return made
-        if "device" in kwargs or any(tensor.numel() > _SMALL for tensor in tensors_in((args, kwargs))):
+        if func is _aten.empty.memory_format:  # most of what constructors call
+            self._check_bytes(math.prod(args[0]) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize)
+        elif "device" in kwargs or any(tensor.numel() > _SMALL for tensor in tensors_in((args, kwargs))):
             self._check_call(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -89,5 +91,8 @@ class _Limits(Uncompiled):
             self._check(func(*args, **on_meta))
 
     def _check(self, made: Any) -> None:
-        if any(tensor.nbytes > self.most_bytes for tensor in tensors_in(made)):
+        self._check_bytes(max((tensor.nbytes for tensor in tensors_in(made)), default=0))
+
+    def _check_bytes(self, bytes: int) -> None:
+        if bytes > self.most_bytes:
             raise ValueError("its config asks for tensors larger than all of its weights")
