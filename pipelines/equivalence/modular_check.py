@@ -24,7 +24,6 @@ from ..stock.stand_ins import Steps
 from ..stock.tasks import VIDEOS
 from . import verdicts
 from .comparison import GUIDES, NEGATIVE, StockCallError, picture_for
-from .fingerprints import Echo
 from .sound_check import check_sound, with_sound
 from .verdicts import Modules, Verdict, compare, echoes_of
 
@@ -185,28 +184,19 @@ def _compare_all(run: _Run) -> Verdict:
                 raise
             needs["guider"] = True  # Wan's own blocks fail without guidance: a run without is refused
             continue
-        if part := next((unit.name for unit in model.encoders if _calls_several(echoes[unit.name])), None):
-            return Verdict(
-                f"its blocks call parts of its {part} by themselves, which is loaded when the whole is called"
-            )
         if found[-1].differs:
             return found[-1]
     if len({each.tail for each in found}) > 1:
         return Verdict("its call changes what its VAE decodes, in more than one way")
-    parts = {unit.name: part for unit in model.encoders for part in echoes[unit.name].parts_called}
+    parts = {unit.name: tuple(sorted(echoes[unit.name].parts_called)) for unit in model.encoders}
     return replace(
         found[0],
         dimensions=model.latent_dimensions,
         looks=run.looks,
         needs=needs,
-        parts=parts,
+        parts={name: called for name, called in parts.items() if called},
         draws=echoes[model.decoder.name].draws,
     )
-
-
-def _calls_several(echo: Echo) -> bool:
-    """Return whether parts of a module are called by themselves, and not one of them in place of the whole."""
-    return len(echo.parts_called) + bool(echo.parts_called and echo.calls) > 1
 
 
 def _see(modules: Modules, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,15 @@ from ...stock.answers import Answers
 from ...stock.blocks import run_blocks
 from ...stock.module_call import ModuleCall
 from ...stock.postprocess import OF_ONE, TAILS
-from ...stock.signatures import check_frames, fewest_frames, frame_rate_of, passes, picture_sizes, spatial_factors
+from ...stock.signatures import (
+    check_frames,
+    check_sections,
+    fewest_frames,
+    frame_rate_of,
+    passes,
+    picture_sizes,
+    spatial_factors,
+)
 from ...stock.sound import SoundDecoder
 from ...stock.stand_ins import (
     DecodeCalledError,
@@ -71,12 +79,15 @@ _NEGATIVE = "negative"  # how names of the state begin that a run without guidan
 _STRENGTH = "strength"
 _TEXTS = ("prompt", "negative_prompt")
 IMAGE = "image"  # what blocks call the picture to start from, or to edit
-PICTURES = frozenset({IMAGE, "mask_image", "last_image", "control_image", "video"})  # inputs that select a workflow
+VIDEO_NAMES = ("video", "driving_video")  # what blocks call a video, the first that they take
+# Inputs that select a workflow.
+PICTURES = frozenset({IMAGE, "mask_image", "last_image", "control_image", *VIDEO_NAMES})
+_FRAMES = (*FRAMES, "segment_frame_length")  # what blocks call the number of frames, or that of one section
 _STEP_COUNT = "num_inference_steps"
 
 # Inputs of blocks that the stages set themselves.
 _OURS = {
-    *_TEXTS, "width", "height", _STEP_COUNT, *FRAMES, _SCALE, "generator", "latents", "output_type",
+    *_TEXTS, "width", "height", _STEP_COUNT, *_FRAMES, _SCALE, "generator", "latents", "output_type",
     "num_images_per_prompt", "num_videos_per_prompt", *PICTURES, _STRENGTH,
 }  # fmt: skip
 
@@ -90,7 +101,7 @@ class ModularModel(LoopModel):
     default_negative: str | None = None
     starts_from_latents = False
     must_guide = False  # whether its own call fails without guidance
-    called_parts: Mapping[str, str] = MappingProxyType({})  # of encoders, by their names, in place of the whole
+    called_parts: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # of encoders, by their names, by themselves
     tail = ""  # what its call does with what the VAE decodes, by its name in TAILS
 
     def __init__(self, source: ModularFolder, parts: Components, inputs: Collection[str] = ()) -> None:
@@ -105,7 +116,7 @@ class ModularModel(LoopModel):
         self.sample_inputs = {n: v for n, v in inputs_of(self.stages.sample).items() if n in taken and n not in made}
         self.edits = IMAGE in self.encode_inputs or self._reads_when_given()
         self._tasks: dict[frozenset[str], ModularModel] = {self.inputs: self}
-        self.frames = next((name for name in FRAMES if name in taken), None)
+        self.frames = next((name for name in _FRAMES if name in taken), None)
         self.is_video = self.frames is not None
         self.frame_rate = frame_rate_of(self.name)
         steps = self.sample_inputs.get(_STEP_COUNT)
@@ -161,10 +172,14 @@ class ModularModel(LoopModel):
 
     @property
     def _decoding(self) -> int:
-        """The place among the blocks that sample of the one that decodes: the first with the decoder after the loop."""
-        blocks = self.stages.sample
+        """The place among the blocks that sample of the one that decodes: the first with the decoder after the loop.
+
+        Where there is none, it is what comes after a loop that decodes itself.
+        """
+        blocks, decoder = self.stages.sample, self.source.decoder
         last = max(n for n, block in enumerate(blocks) if any(map(self._is_denoiser, asked([block]))))
-        return next((n for n in range(last + 1, len(blocks)) if self.source.decoder in asked([blocks[n]])), len(blocks))
+        after = last + 1 if decoder in asked([blocks[last]]) else len(blocks)
+        return next((n for n in range(last + 1, len(blocks)) if decoder in asked([blocks[n]])), after)
 
     @property
     def _fixed(self) -> set[str]:
@@ -178,6 +193,12 @@ class ModularModel(LoopModel):
         for block in self.stages.encode + sampling:
             found |= inputs_of([block]).keys() if told & outputs_of([block]).keys() else set()
         return found
+
+    @property
+    def _video(self) -> str:
+        """What its blocks call a video."""
+        names = {param.name for param in self.blocks.inputs}
+        return next((name for name in VIDEO_NAMES if name in names), VIDEO_NAMES[0])
 
     def _reads_when_given(self) -> bool:
         """Return whether the encoding blocks read a picture that they can do without."""
@@ -385,8 +406,8 @@ class ModularModel(LoopModel):
         if IMAGE in text.options and IMAGE not in self.inputs:
             return self.task(self.inputs | {IMAGE}).encode(text, device, modules)
         pipe = self.pipeline(device, modules, reads=True)
-        for name, part in self.called_parts.items():
-            setattr(pipe, name, PartCaller(modules[name], part))
+        for name, parts in self.called_parts.items():
+            setattr(pipe, name, PartCaller(modules[name], parts))
         if self.guiders and not self._is_guided(pipe):
             self.set_guidance(pipe, _GUIDES)  # else nothing of the negative prompt is encoded
         given = {**as_stock(text.options), **{k: v for k, v in self.words_of(text).items() if v is not None}}
@@ -410,7 +431,7 @@ class ModularModel(LoopModel):
             "mask_image": pictures.mask,
             "last_image": pictures.last_image,
             "control_image": pictures.control,
-            "video": Frames(pictures.video),
+            self._video: Frames(pictures.video),
         }
         given = {name: each for name, each in given.items() if each}
         for name, each in given.items():
@@ -480,7 +501,27 @@ class ModularModel(LoopModel):
             if self._least[0] > 1 and request.frames < self.fewest_frames():
                 raise ValueError(f"frames is {request.frames}; {self.title} takes {self.fewest_frames()} or more.")
             arguments[self.frames] = request.frames
+        self._check_uncut(arguments)
         return arguments
+
+    def _check_uncut(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError for pictures to whose shape or number its own call cuts what its VAE decodes."""
+        cut = self._fixed & arguments.keys()
+        frames, width, height = (
+            arguments.get(name) or self.sample_inputs.get(name) for name in (self.frames or "", "width", "height")
+        )
+        if IMAGE in cut and isinstance(width, int) and isinstance(height, int):
+            high, wide = arguments[IMAGE][0].shape[:2]
+            if wide * height != high * width:
+                raise ValueError(
+                    f"image is {wide} x {high}, and the size {width} x {height}. {self.title} keeps the picture's "
+                    "shape: crop it, or choose a size of its shape."
+                )
+        if self._video in cut and frames and len(arguments[self._video]) != frames:
+            raise ValueError(
+                f"video has {len(arguments[self._video])} frames, and frames is {frames}. {self.title} draws a longer "
+                "video in sections, and decodes each while it samples: stages decode once. Give as many as frames says."
+            )
 
     def unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
         """Return why the negative prompt has no effect, in a sentence; empty where it has one."""
@@ -511,6 +552,9 @@ class ModularModel(LoopModel):
             return functools.partial(telling.answer, name)
 
         latents = self._run_blocks(cond, arguments, on_step, device, modules, ask)
+        if self.frames:
+            asked_for = arguments.get(self.frames) or self.sample_inputs.get(self.frames)
+            check_sections(self.pipeline(HOST, {}), self.title, latents, asked_for)
         if len(latents) % int(cond.info.get("prompts") or 1):
             raise ValueError(f"{self.title} draws one prompt at a time. Encode one.")
         return latents

@@ -76,7 +76,7 @@ class Case:
     def stock(self, prompt: Any = PROMPT, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         family = self.family
         given = {**family.sides(), **family.stock_pictures(), "num_inference_steps": STEPS, "prompt": prompt}
-        given |= {"num_frames": family.frames} if family.frames else {}
+        given |= {family.counts: family.frames} if family.frames else {}
         given |= {"guidance_scale": self.guidance} if self.pipe.distilled and self.guidance else {}
         given |= {"negative_prompt": self.negative} if self.negative else {}
         given |= {"output_type": family.output, **dict(family.more), **more}
@@ -350,7 +350,6 @@ def test_a_new_family_is_guided_as_its_own_call(
         ),
         ("WordlessBlocks", "no blocks that encode a prompt"),
         ("UndecodedBlocks", "decodes with no vae"),
-        ("PartlyReadingBlocks", "its blocks call parts of its text_encoder by themselves"),
     ],
 )
 def test_blocks_that_cannot_run_in_stages_are_refused(
@@ -369,6 +368,35 @@ def test_a_block_that_rewrites_the_prompt_may_lack_its_model(made_up: Callable[.
         for blocks in ("MadeUpBlocks", "RewritingBlocks")
     )
     assert torch.equal(plain.sample(plain.encode(PROMPT), **run), rewriting.sample(rewriting.encode(PROMPT), **run))
+
+
+def test_blocks_may_call_parts_of_an_encoder(made_up: Callable[..., Path], cache: Path, sim: ModuleType) -> None:
+    """As those of Ideogram 4 call its layers one by one. Their weights come as they do when the whole is called."""
+    folder, run = made_up("PartlyReadingBlocks"), {"width": 48, "height": 32}
+    latents, _ = modular_folders.stock(folder, prompt=PROMPT, **run)
+    pipe = ballast.open_pipeline(folder, device="sim", cache_dir=cache)
+    cond = pipe.encode(PROMPT)
+    assert sim.stats().allocated_bytes == 0
+    torch.testing.assert_close(pipe.sample(cond, **run), latents, atol=1e-5, rtol=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("helios", {"frames": 37}, "give at most 33, which are one section"),
+        ("wan_animate2", {"frames": 5}, "video has 9 frames, and frames is 5"),
+        ("wan_animate2", {"width": 48, "height": 48}, "keeps the picture's shape"),
+    ],
+)
+def test_what_stages_would_cut_is_refused(
+    name: str, given: dict[str, int], words: str, folders: Folders, cache: Path
+) -> None:
+    """A video of several sections, each decoded while the next is drawn, and pictures of another shape."""
+    case = opened(name, folders, cache, 4.0, device="cpu")
+    with pytest.raises(ValueError, match=words) as refused:
+        case.pipe.sample(case.encode(), **case.run | given)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_dtype_crosses_the_stages(made_up: Callable[..., Path], cache: Path) -> None:

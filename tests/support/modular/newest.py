@@ -198,6 +198,27 @@ def helios() -> Parts:
     }  # fmt: skip
 
 
+def wan_animate2() -> Parts:
+    """Draws a person as another moves. Its transformer keeps what it saw of the video."""
+    pipe: Any = wan()
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=1280,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=224,
+        patch_size=112,
+    )
+    return {
+        **{name: getattr(pipe, name) for name in ("vae", "text_encoder", "tokenizer")},
+        "scheduler": flow(),
+        "image_encoder": transformers.CLIPVisionModel(vision),
+        "transformer": diffusers.WanAnimate2Transformer3DModel(
+            in_dim=36, dim=24, ffn_dim=32, freq_dim=32, text_dim=32, num_heads=2, num_layers=11
+        ),
+    }
+
+
 def ltx25() -> Parts:
     """Decodes with a model that denoises."""
     return ltx2() | {
