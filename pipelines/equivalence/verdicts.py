@@ -117,8 +117,12 @@ def keep(directory: Path | None, key: str | None, verdict: Verdict) -> None:
 
 def not_compared(error: BaseException) -> Verdict:
     """Return the verdict for a comparison that ended with an error."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    return Verdict(f"it cannot be compared with its own call ({words[:_LONGEST_REASON]})")
+    return Verdict(f"it cannot be compared with its own call ({words_of(error)})")
+
+
+def words_of(error: BaseException) -> str:
+    """Return the words of an error in one line, of 200 characters at most."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:_LONGEST_REASON]
 
 
 def _remember(key: str, verdict: Verdict) -> None:

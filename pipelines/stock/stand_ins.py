@@ -389,6 +389,14 @@ class Steps:
         self.on_step(self.taken, steps, latents)
 
 
+def watch_steps(pipe: Any, generator: Generators, on_step: OnStep | None) -> Steps | None:
+    """Watch the steps of a pipeline's scheduler. Return None where it has none: Echo's blocks step by themselves."""
+    if getattr(pipe, "scheduler", None) is None:
+        return None
+    pipe.scheduler.step = steps = Steps(pipe, generator, on_step)
+    return steps
+
+
 def _weak_step(scheduler: Any) -> MethodType:
     """Bind a scheduler's `step` weakly, so that it can be an attribute of the scheduler."""
     return MethodType(type(scheduler).step, weakref.proxy(scheduler))

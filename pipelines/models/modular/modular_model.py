@@ -58,7 +58,7 @@ from ...stock.stand_ins import (
     StandIn,
     StandInSound,
     StandInVae,
-    Steps,
+    watch_steps,
 )
 from ...stock.tasks import WORDS
 from ..claims import Claims
@@ -84,6 +84,15 @@ VIDEO_NAMES = ("video", "driving_video")  # what blocks call a video, the first 
 PICTURES = frozenset({IMAGE, "mask_image", "last_image", "control_image", *VIDEO_NAMES})
 _FRAMES = (*FRAMES, "segment_frame_length")  # what blocks call the number of frames, or that of one section
 _STEP_COUNT = "num_inference_steps"
+
+_SHOWN = {"images", "videos"}  # what blocks call the pictures that they make
+_SOUNDS = {"audio", "audios"}
+
+# Inputs that say by a list how many steps a run takes, in place of a number.
+_COUNTED: Mapping[str, Callable[[Sequence[Any]], int]] = {
+    "sigmas": lambda levels: len(levels) - 1,
+    "pyramid_num_inference_steps_list": sum,
+}
 
 # Inputs of blocks that the stages set themselves.
 _OURS = {
@@ -120,7 +129,7 @@ class ModularModel(LoopModel):
         self.is_video = self.frames is not None
         self.frame_rate = frame_rate_of(self.name)
         steps = self.sample_inputs.get(_STEP_COUNT)
-        self.default_steps = steps if isinstance(steps, int) else _STEPS
+        self.default_steps = steps if isinstance(steps, int) else self.own_steps({}) or _STEPS
         self.takes_negative = _TEXTS[1] in self.encode_inputs
         self.guiders = sorted(name for name in asked(self.stages.sample) if _GUIDER in name)
         self.distilled = not self.guiders and _SCALE in self.sample_inputs
@@ -137,6 +146,9 @@ class ModularModel(LoopModel):
         """Return its stages. Raises ValueError or FileNotFoundError, in one line, where it has not all of them."""
         source, name = self.source, self.name
         stages = stages_of(self.blocks, self._given(*self.inputs), self.components)
+        made = outputs_of(stages.all).keys()
+        if made & _SOUNDS and not made & _SHOWN:
+            raise ValueError(f"{name} makes sound and no picture, and cannot be staged. Use diffusers itself.")
         wanted = [
             spec.name
             for block in stages.all
@@ -180,6 +192,18 @@ class ModularModel(LoopModel):
         last = max(n for n, block in enumerate(blocks) if any(map(self._is_denoiser, asked([block]))))
         after = last + 1 if decoder in asked([blocks[last]]) else len(blocks)
         return next((n for n in range(last + 1, len(blocks)) if decoder in asked([blocks[n]])), after)
+
+    def own_steps(self, options: Mapping[str, Any]) -> int | None:
+        """Return how many steps a list among its inputs asks for: noise levels, or steps of each size.
+
+        None where the number of steps is an input of its own.
+        """
+        if _STEP_COUNT not in self.sample_inputs:
+            for name, default in self.sample_inputs.items():
+                given = options.get(name) or default
+                if isinstance(given, list | tuple) and (count := _COUNTED.get(name)):
+                    return count(given)
+        return None
 
     @property
     def _fixed(self) -> set[str]:
@@ -479,7 +503,10 @@ class ModularModel(LoopModel):
             choice = {CHOICE: guider_of(self.title, own, options[GUIDER])}
         options = {name: value for name, value in options.items() if name != GUIDER or not self.guiders}
         check_known(self.title, options, taken.keys() - _OURS - self._fixed - self.encode_inputs.keys())
-        arguments: dict[str, Any] = {_STEP_COUNT: request.steps, **options, **inputs.pictures, **choice}
+        if (steps := self.own_steps(options)) and request.steps not in (steps, self.default_steps):
+            names = " or ".join(_COUNTED.keys() & taken.keys())
+            raise ValueError(f"steps is {request.steps}; {self.title} takes {steps}. Leave it out, or give {names}.")
+        arguments: dict[str, Any] = {_STEP_COUNT: steps or request.steps, **options, **inputs.pictures, **choice}
         arguments |= {} if inputs.strength is None else {_STRENGTH: inputs.strength}
         if request.guidance is not None:
             if not self.guiders and _SCALE not in taken:
@@ -584,13 +611,14 @@ class ModularModel(LoopModel):
         state = self.initial_state({**values, **given})
         for name, kind in outputs_of(self.stages.encode).items():
             state.set(name, values.get(name), kind)
-        pipe.scheduler.step = steps = Steps(pipe, drawing, on_step)
+        steps = watch_steps(pipe, drawing, on_step)
         with torch.random.fork_rng(devices=[]):  # some draw noise without the generator
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
             try:
                 run_blocks(self.stages.sample, pipe, state)
             except DecodeCalledError as caught:
-                steps.finite.finish()  # of a call that took fewer steps than its scheduler has
+                if steps is not None:
+                    steps.finite.finish()  # of a call that took fewer steps than its scheduler has
                 return caught.latents
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
 

@@ -47,6 +47,7 @@ class Family:
     config: tuple[tuple[str, Any], ...] = ()
     sees: bool | None = None  # whether a model sees a picture before the loop, by default where one is given
     more: tuple[tuple[str, Any], ...] = ()  # further arguments, by words that Ballast and the blocks have in common
+    steps: int | None = 3  # None for blocks that have a number of their own
     counts: str = "num_frames"  # what the blocks call the number of frames
 
     def sides(self) -> dict[str, int]:
@@ -223,6 +224,8 @@ FAMILIES: dict[str, Family] = {
     "ideogram4": Family(
         "Ideogram4ModularPipeline", newest.ideogram4, guides=False, more=(("guidance_schedule", [7.0, 7.0, 3.0]),)
     ),
+    "echo": Family("EchoModularPipeline", newest.echo, guides=False, steps=None, **_VIDEO | {"size": (64, 32)}),
+    "echo_image": Family("EchoModularPipeline", newest.echo, guides=False, steps=None, **_MOVES | {"size": (64, 32)}),
     "ltx2": Family("LTX2ModularPipeline", newest.ltx2, **_VIDEO | {"size": (64, 32)}),
     "ltx2_image": Family("LTX2ModularPipeline", newest.ltx2, **_MOVES | {"size": (64, 32)}),
     "ltx25": Family("LTX25ModularPipeline", newest.ltx25, **_VIDEO | {"size": (32, 16), "frames": 7}),
@@ -252,6 +255,12 @@ FAMILIES: dict[str, Family] = {
 REFUSED: dict[str, tuple[Family, str]] = {
     "cosmos3": (
         Family("Cosmos3OmniModularPipeline", newest.cosmos3, **_VIDEO), "has no blocks that encode a prompt"
+    ),
+    "minimax_music3": (
+        Family("MiniMaxMusic3ModularPipeline", newest.minimax_music3), "makes sound and no picture"
+    ),
+    "helios_pyramid": (
+        Family("HeliosPyramidModularPipeline", newest.helios_pyramid, **_VIDEO), "its own call fails on the CPU"
     ),
 }  # fmt: skip
 

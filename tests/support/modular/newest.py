@@ -283,6 +283,25 @@ def ltx2() -> Parts:
     }  # fmt: skip
 
 
+def echo() -> Parts:
+    """As LTX-2, but few steps of its own without a scheduler."""
+    return {name: part for name, part in ltx2().items() if name != "scheduler"}
+
+
+def helios_pyramid() -> Parts:
+    return helios() | {"scheduler": diffusers.HeliosScheduler(stage_range=[0, 1 / 3, 2 / 3, 1], stages=3)}
+
+
+def minimax_music3() -> Parts:
+    """Part of what makes music, which is enough to be refused."""
+    return {
+        "tokenizer": tokenizer(),
+        "vocoder": diffusers.MiniMaxMusic3Vocoder(
+            latent_channels=4, decoder_input_dim=4, decoder_hidden_dim=8, upsampling_ratios=(2, 2)
+        ),
+    }
+
+
 def ltx2_class(folder: Path) -> Path:
     """Write a folder of the class, whose tokenizer pads as that of the real one."""
     parts = seeded(ltx2)
