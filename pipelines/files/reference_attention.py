@@ -2,6 +2,9 @@
 
 The transformer of Wan-Animate 2 attends by FlexAttention. Without a compiler that takes the scores of all positions
 with all others: 282 GB for 81 frames of 640 x 800 pixels. Devices that FlexAttention does not know cannot run it.
+
+The reference's keys and values have 34 GB then. They lie in RAM, and each layer brings them a frame at a time: that is
+1.4 s of a pass at 25 GB/s, in which attention takes 50 s at 60 TFLOPS.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class FramesWithReference:
         """Return the attention of hidden states [B,tokens,C]; keys and values of the reference are in `kv_cache`."""
         grid, reference = given["grid_sizes"], given.get("reference_grid_sizes")
         if kv_cache_mode != "cached":
-            given |= {"kv_cache": kv_cache, "kv_cache_mode": kv_cache_mode}
+            given |= {"kv_cache": _InRam(kv_cache), "kv_cache_mode": kv_cache_mode}
             return self._own(attn, hidden_states, **given)  # type: ignore[no-any-return]
         if not _is_full(grid, reference, given):
             raise ValueError("a video's frames fill a part of their grid, which only FlexAttention runs")
@@ -47,20 +50,45 @@ class FramesWithReference:
                 attn.to_v(hidden_states),
             )
         )
-        query, key = (rope_apply(one, grid, given["rotary_emb"]).type_as(value) for one in (query, key))
-        old_key, old_value = kv_cache.get()
-        stride = given.get("reference_rope_stride", 1)
-        old_key = rope_apply(old_key, reference, given["reference_rotary_emb"], stride).type_as(value)
-        made, size = torch.empty_like(query), rows * columns
+        old_keys, old_values = kv_cache.get()
+        stride, size = given.get("reference_rope_stride", 1), rows * columns
+        of_frame, dry = torch.tensor([[1, rows, columns]]), hidden_states.is_meta
+
+        def turned(part: torch.Tensor, angles: torch.Tensor, time: int) -> torch.Tensor:
+            return rope_apply(part, of_frame, _at(angles, time)).type_as(value)  # type: ignore[no-any-return]
+
+        for frame in range(1 if dry else frames):  # for its numbers of 64 bits
+            at = slice(frame * size, (frame + 1) * size)
+            with counted(frames if dry else 1):
+                for part in (query, key):
+                    part[:, at] = turned(part[:, at], given["rotary_emb"], frame)
+        made = torch.empty_like(query)
         made[:, :size] = _attended(query[:, :size], key, value)
         # A dry run makes one frame, and counts the others with it.
-        for frame in range(1, 2 if hidden_states.is_meta else frames):
+        for frame in range(1, 2 if dry else frames):
             at, then = slice(frame * size, (frame + 1) * size), slice((frame - 1) * size, frame * size)
-            with counted(frames - 1 if hidden_states.is_meta else 1):
-                keys = torch.cat([key, old_key[:, then]], dim=1)
-                made[:, at] = _attended(query[:, at], keys, torch.cat([value, old_value[:, then]], dim=1))
+            with counted(frames - 1 if dry else 1):
+                old_key, old_value = (old[:, then].contiguous().to(value.device) for old in (old_keys, old_values))
+                old_key = turned(old_key, given["reference_rotary_emb"], (frame - 1) * stride)
+                keys, values = torch.cat([key, old_key], dim=1), torch.cat([value, old_value], dim=1)
+                made[:, at] = _attended(query[:, at], keys, values)
         made = made.flatten(2, 3)
         return attn.to_out[1](attn.to_out[0](made))  # type: ignore[no-any-return]
+
+
+class _InRam:
+    """A layer's cache that keeps what it is handed in RAM."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def store(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._cache.store(*(_in_ram(part) for part in (key, value)))
+
+
+def _in_ram(part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in RAM. In a dry run it takes none."""
+    return torch.zeros((), dtype=part.dtype).expand(part.shape) if part.is_meta else part.to("cpu")
 
 
 def attend_to_frames(module: nn.Module) -> None:
@@ -96,6 +124,13 @@ def _is_full(grid: torch.Tensor, reference: torch.Tensor | None, given: dict[str
         and frames - 1 == given.get("origin_latent_frames")
         and sides[0] * sides[1] == frame
     )
+
+
+def _at(angles: torch.Tensor, time: int) -> torch.Tensor:
+    """Return the angles of a frame at this time, which are then those of the first. The others tell row and column."""
+    now, times = angles.clone(), angles.shape[1] - 2 * (angles.shape[1] // 3)
+    now[0, :times] = angles[time, :times]
+    return now
 
 
 def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
