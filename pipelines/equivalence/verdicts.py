@@ -40,8 +40,8 @@ class Verdict:
     its VAE encodes something even where it starts from no picture. `needs` are options of `encode` without which the
     stock call fails, or the guider of blocks that fail without guidance, and `stock_failed` says that it did. `sound`
     are the calls that make the sound of its latents, such as "audio_vae.decode", and `sound_tail` names what is done
-    with the result of the last. The stages run these, too. `parts` are those of encoders, by name, that blocks call in
-    place of the whole. `draws` says that the decoder draws noise of the run's generator.
+    with the result of the last. The stages run these, too. `parts` are those of encoders, by name, that blocks call by
+    themselves. `draws` says that the decoder draws noise of the run's generator.
     """
 
     differs: str = ""
@@ -55,7 +55,7 @@ class Verdict:
     stock_failed: bool = False
     sound: tuple[str, ...] = ()
     sound_tail: str = ""
-    parts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     draws: bool = False
 
 
@@ -117,8 +117,12 @@ def keep(directory: Path | None, key: str | None, verdict: Verdict) -> None:
 
 def not_compared(error: BaseException) -> Verdict:
     """Return the verdict for a comparison that ended with an error."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    return Verdict(f"it cannot be compared with its own call ({words[:_LONGEST_REASON]})")
+    return Verdict(f"it cannot be compared with its own call ({words_of(error)})")
+
+
+def words_of(error: BaseException) -> str:
+    """Return the words of an error in one line, of 200 characters at most."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:_LONGEST_REASON]
 
 
 def _remember(key: str, verdict: Verdict) -> None:
@@ -132,13 +136,20 @@ def _read(path: Path) -> Verdict | None:
         facts = read_json(path)
         known = facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"])
         found = facts["own_size"] is True, str(facts["tail"]), facts["looks"] is True
-        sound = {"sound": tuple(facts["sound"]), "sound_tail": facts["sound_tail"], "parts": dict(facts["parts"])}
+        sound = {"sound": tuple(facts["sound"]), "sound_tail": facts["sound_tail"]}
+        sound |= {"parts": {name: tuple(parts) for name, parts in facts["parts"].items()}}
         sound |= {"draws": facts.get("draws") is True}
         verdict = Verdict(*known, *found, needs=dict(facts["needs"]), **sound)
         _ = TAILS[verdict.tail], SOUND_TAILS[verdict.sound_tail]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    words = (verdict.differs, verdict.negative or "", *verdict.left_out, *verdict.sound, *verdict.parts.values())
+    words = (
+        verdict.differs,
+        verdict.negative or "",
+        *verdict.left_out,
+        *verdict.sound,
+        *sum(verdict.parts.values(), ()),
+    )
     return verdict if all(isinstance(word, str) for word in words) else None
 
 

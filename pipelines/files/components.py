@@ -30,6 +30,7 @@ from .keys import key_text
 from .neighborhood import attend_in_blocks
 from .places import weight_files
 from .placing import read_whole
+from .reference_attention import attend_to_frames
 from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
 
 DECODED = torch.bfloat16  # what quantised weights are made into where nothing else is asked for
@@ -155,6 +156,7 @@ class Component:
         leave_weights(module)
         norm_in_forward(module)
         attend_in_blocks(module)
+        attend_to_frames(module)
         if only_tiled(module):
             module.enable_tiling()
         keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())

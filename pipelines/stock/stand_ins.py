@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -110,19 +110,30 @@ class StandInPart:
 
 
 class PartCaller:
-    """A module for code that calls one `part` of it in place of the whole: it calls the whole, which runs that part.
+    """A module for code that calls `parts` of it by themselves: it calls the whole, which runs that part.
 
-    `at` is the path of what this one stands for: the module itself, or what leads to the part.
+    `at` is the path of what this one stands for: the module itself, a part, or what leads to one, such as a list of
+    layers.
     """
 
-    def __init__(self, module: nn.Module, part: str, at: str = "") -> None:
-        self._module, self._part, self._at = module, part, at
+    def __init__(self, module: nn.Module, parts: Collection[str], at: str = "") -> None:
+        self._module, self._parts, self._at = module, parts, at
 
     def __getattr__(self, name: str) -> Any:
         path = f"{self._at}.{name}" if self._at else name
-        if path == self._part or self._part.startswith(f"{path}."):
-            return PartCaller(self._module, self._part, path)
+        if any(part == path or part.startswith(f"{path}.") for part in self._parts):
+            return PartCaller(self._module, self._parts, path)
         return getattr(self._module.get_submodule(self._at), name)
+
+    def __len__(self) -> int:
+        return len(self._module.get_submodule(self._at))  # type: ignore[arg-type]  # a list of layers
+
+    def __getitem__(self, at: int | slice) -> Any:
+        places = range(len(self))[at]
+        return getattr(self, str(places)) if isinstance(places, int) else [self[place] for place in places]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[place] for place in range(len(self)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, call_part=self._at, **kwargs)
@@ -376,6 +387,14 @@ class Steps:
         else:
             latents = made
         self.on_step(self.taken, steps, latents)
+
+
+def watch_steps(pipe: Any, generator: Generators, on_step: OnStep | None) -> Steps | None:
+    """Watch the steps of a pipeline's scheduler. Return None where it has none: Echo's blocks step by themselves."""
+    if getattr(pipe, "scheduler", None) is None:
+        return None
+    pipe.scheduler.step = steps = Steps(pipe, generator, on_step)
+    return steps
 
 
 def _weak_step(scheduler: Any) -> MethodType:

@@ -16,7 +16,7 @@ from ..files.trust import named_class
 from .signatures import encoding_of, needed_inputs
 
 VIDEOS = frozenset(
-    {"video", "mask_video", "control_video", "conditioning_frames"}
+    {"video", "mask_video", "control_video", "conditioning_frames", "driving_video"}
 )  # which calls take as a list of frames
 # Pictures that calls take.
 INPUTS = VIDEOS | {
@@ -31,7 +31,7 @@ _CONTROLS = ("control_image", "control_video", "conditioning_frames")
 # What inputs are called here.
 WORDS = {
     "mask_image": "mask", "mask_video": "mask", "control_image": "control", "control_video": "control",
-    "control_mask": "mask", "conditioning_frames": "control",
+    "control_mask": "mask", "conditioning_frames": "control", "driving_video": "video",
 }  # fmt: skip
 
 

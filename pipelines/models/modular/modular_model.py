@@ -40,7 +40,15 @@ from ...stock.answers import Answers
 from ...stock.blocks import run_blocks
 from ...stock.module_call import ModuleCall
 from ...stock.postprocess import OF_ONE, TAILS
-from ...stock.signatures import check_frames, fewest_frames, frame_rate_of, passes, picture_sizes, spatial_factors
+from ...stock.signatures import (
+    check_frames,
+    check_sections,
+    fewest_frames,
+    frame_rate_of,
+    passes,
+    picture_sizes,
+    spatial_factors,
+)
 from ...stock.sound import SoundDecoder
 from ...stock.stand_ins import (
     DecodeCalledError,
@@ -50,7 +58,7 @@ from ...stock.stand_ins import (
     StandIn,
     StandInSound,
     StandInVae,
-    Steps,
+    watch_steps,
 )
 from ...stock.tasks import WORDS
 from ..claims import Claims
@@ -71,12 +79,24 @@ _NEGATIVE = "negative"  # how names of the state begin that a run without guidan
 _STRENGTH = "strength"
 _TEXTS = ("prompt", "negative_prompt")
 IMAGE = "image"  # what blocks call the picture to start from, or to edit
-PICTURES = frozenset({IMAGE, "mask_image", "last_image", "control_image", "video"})  # inputs that select a workflow
+VIDEO_NAMES = ("video", "driving_video")  # what blocks call a video, the first that they take
+# Inputs that select a workflow.
+PICTURES = frozenset({IMAGE, "mask_image", "last_image", "control_image", *VIDEO_NAMES})
+_FRAMES = (*FRAMES, "segment_frame_length")  # what blocks call the number of frames, or that of one section
 _STEP_COUNT = "num_inference_steps"
+
+_SHOWN = {"images", "videos"}  # what blocks call the pictures that they make
+_SOUNDS = {"audio", "audios"}
+
+# Inputs that say by a list how many steps a run takes, in place of a number.
+_COUNTED: Mapping[str, Callable[[Sequence[Any]], int]] = {
+    "sigmas": lambda levels: len(levels) - 1,
+    "pyramid_num_inference_steps_list": sum,
+}
 
 # Inputs of blocks that the stages set themselves.
 _OURS = {
-    *_TEXTS, "width", "height", _STEP_COUNT, *FRAMES, _SCALE, "generator", "latents", "output_type",
+    *_TEXTS, "width", "height", _STEP_COUNT, *_FRAMES, _SCALE, "generator", "latents", "output_type",
     "num_images_per_prompt", "num_videos_per_prompt", *PICTURES, _STRENGTH,
 }  # fmt: skip
 
@@ -90,7 +110,7 @@ class ModularModel(LoopModel):
     default_negative: str | None = None
     starts_from_latents = False
     must_guide = False  # whether its own call fails without guidance
-    called_parts: Mapping[str, str] = MappingProxyType({})  # of encoders, by their names, in place of the whole
+    called_parts: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # of encoders, by their names, by themselves
     tail = ""  # what its call does with what the VAE decodes, by its name in TAILS
 
     def __init__(self, source: ModularFolder, parts: Components, inputs: Collection[str] = ()) -> None:
@@ -105,11 +125,11 @@ class ModularModel(LoopModel):
         self.sample_inputs = {n: v for n, v in inputs_of(self.stages.sample).items() if n in taken and n not in made}
         self.edits = IMAGE in self.encode_inputs or self._reads_when_given()
         self._tasks: dict[frozenset[str], ModularModel] = {self.inputs: self}
-        self.frames = next((name for name in FRAMES if name in taken), None)
+        self.frames = next((name for name in _FRAMES if name in taken), None)
         self.is_video = self.frames is not None
         self.frame_rate = frame_rate_of(self.name)
         steps = self.sample_inputs.get(_STEP_COUNT)
-        self.default_steps = steps if isinstance(steps, int) else _STEPS
+        self.default_steps = steps if isinstance(steps, int) else self.own_steps({}) or _STEPS
         self.takes_negative = _TEXTS[1] in self.encode_inputs
         self.guiders = sorted(name for name in asked(self.stages.sample) if _GUIDER in name)
         self.distilled = not self.guiders and _SCALE in self.sample_inputs
@@ -126,6 +146,9 @@ class ModularModel(LoopModel):
         """Return its stages. Raises ValueError or FileNotFoundError, in one line, where it has not all of them."""
         source, name = self.source, self.name
         stages = stages_of(self.blocks, self._given(*self.inputs), self.components)
+        made = outputs_of(stages.all).keys()
+        if made & _SOUNDS and not made & _SHOWN:
+            raise ValueError(f"{name} makes sound and no picture, and cannot be staged. Use diffusers itself.")
         wanted = [
             spec.name
             for block in stages.all
@@ -161,10 +184,26 @@ class ModularModel(LoopModel):
 
     @property
     def _decoding(self) -> int:
-        """The place among the blocks that sample of the one that decodes: the first with the decoder after the loop."""
-        blocks = self.stages.sample
+        """The place among the blocks that sample of the one that decodes: the first with the decoder after the loop.
+
+        Where there is none, it is what comes after a loop that decodes itself.
+        """
+        blocks, decoder = self.stages.sample, self.source.decoder
         last = max(n for n, block in enumerate(blocks) if any(map(self._is_denoiser, asked([block]))))
-        return next((n for n in range(last + 1, len(blocks)) if self.source.decoder in asked([blocks[n]])), len(blocks))
+        after = last + 1 if decoder in asked([blocks[last]]) else len(blocks)
+        return next((n for n in range(last + 1, len(blocks)) if decoder in asked([blocks[n]])), after)
+
+    def own_steps(self, options: Mapping[str, Any]) -> int | None:
+        """Return how many steps a list among its inputs asks for: noise levels, or steps of each size.
+
+        None where the number of steps is an input of its own.
+        """
+        if _STEP_COUNT not in self.sample_inputs:
+            for name, default in self.sample_inputs.items():
+                given = options.get(name) or default
+                if isinstance(given, list | tuple) and (count := _COUNTED.get(name)):
+                    return count(given)
+        return None
 
     @property
     def _fixed(self) -> set[str]:
@@ -178,6 +217,12 @@ class ModularModel(LoopModel):
         for block in self.stages.encode + sampling:
             found |= inputs_of([block]).keys() if told & outputs_of([block]).keys() else set()
         return found
+
+    @property
+    def _video(self) -> str:
+        """What its blocks call a video."""
+        names = {param.name for param in self.blocks.inputs}
+        return next((name for name in VIDEO_NAMES if name in names), VIDEO_NAMES[0])
 
     def _reads_when_given(self) -> bool:
         """Return whether the encoding blocks read a picture that they can do without."""
@@ -385,8 +430,8 @@ class ModularModel(LoopModel):
         if IMAGE in text.options and IMAGE not in self.inputs:
             return self.task(self.inputs | {IMAGE}).encode(text, device, modules)
         pipe = self.pipeline(device, modules, reads=True)
-        for name, part in self.called_parts.items():
-            setattr(pipe, name, PartCaller(modules[name], part))
+        for name, parts in self.called_parts.items():
+            setattr(pipe, name, PartCaller(modules[name], parts))
         if self.guiders and not self._is_guided(pipe):
             self.set_guidance(pipe, _GUIDES)  # else nothing of the negative prompt is encoded
         given = {**as_stock(text.options), **{k: v for k, v in self.words_of(text).items() if v is not None}}
@@ -410,7 +455,7 @@ class ModularModel(LoopModel):
             "mask_image": pictures.mask,
             "last_image": pictures.last_image,
             "control_image": pictures.control,
-            "video": Frames(pictures.video),
+            self._video: Frames(pictures.video),
         }
         given = {name: each for name, each in given.items() if each}
         for name, each in given.items():
@@ -458,7 +503,10 @@ class ModularModel(LoopModel):
             choice = {CHOICE: guider_of(self.title, own, options[GUIDER])}
         options = {name: value for name, value in options.items() if name != GUIDER or not self.guiders}
         check_known(self.title, options, taken.keys() - _OURS - self._fixed - self.encode_inputs.keys())
-        arguments: dict[str, Any] = {_STEP_COUNT: request.steps, **options, **inputs.pictures, **choice}
+        if (steps := self.own_steps(options)) and request.steps not in (steps, self.default_steps):
+            names = " or ".join(_COUNTED.keys() & taken.keys())
+            raise ValueError(f"steps is {request.steps}; {self.title} takes {steps}. Leave it out, or give {names}.")
+        arguments: dict[str, Any] = {_STEP_COUNT: steps or request.steps, **options, **inputs.pictures, **choice}
         arguments |= {} if inputs.strength is None else {_STRENGTH: inputs.strength}
         if request.guidance is not None:
             if not self.guiders and _SCALE not in taken:
@@ -480,7 +528,27 @@ class ModularModel(LoopModel):
             if self._least[0] > 1 and request.frames < self.fewest_frames():
                 raise ValueError(f"frames is {request.frames}; {self.title} takes {self.fewest_frames()} or more.")
             arguments[self.frames] = request.frames
+        self._check_uncut(arguments)
         return arguments
+
+    def _check_uncut(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError for pictures to whose shape or number its own call cuts what its VAE decodes."""
+        cut = self._fixed & arguments.keys()
+        frames, width, height = (
+            arguments.get(name) or self.sample_inputs.get(name) for name in (self.frames or "", "width", "height")
+        )
+        if IMAGE in cut and isinstance(width, int) and isinstance(height, int):
+            high, wide = arguments[IMAGE][0].shape[:2]
+            if wide * height != high * width:
+                raise ValueError(
+                    f"image is {wide} x {high}, and the size {width} x {height}. {self.title} keeps the picture's "
+                    "shape: crop it, or choose a size of its shape."
+                )
+        if self._video in cut and frames and len(arguments[self._video]) != frames:
+            raise ValueError(
+                f"video has {len(arguments[self._video])} frames, and frames is {frames}. {self.title} draws a longer "
+                "video in sections, and decodes each while it samples: stages decode once. Give as many as frames says."
+            )
 
     def unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
         """Return why the negative prompt has no effect, in a sentence; empty where it has one."""
@@ -511,6 +579,9 @@ class ModularModel(LoopModel):
             return functools.partial(telling.answer, name)
 
         latents = self._run_blocks(cond, arguments, on_step, device, modules, ask)
+        if self.frames:
+            asked_for = arguments.get(self.frames) or self.sample_inputs.get(self.frames)
+            check_sections(self.pipeline(HOST, {}), self.title, latents, asked_for)
         if len(latents) % int(cond.info.get("prompts") or 1):
             raise ValueError(f"{self.title} draws one prompt at a time. Encode one.")
         return latents
@@ -540,13 +611,14 @@ class ModularModel(LoopModel):
         state = self.initial_state({**values, **given})
         for name, kind in outputs_of(self.stages.encode).items():
             state.set(name, values.get(name), kind)
-        pipe.scheduler.step = steps = Steps(pipe, drawing, on_step)
+        steps = watch_steps(pipe, drawing, on_step)
         with torch.random.fork_rng(devices=[]):  # some draw noise without the generator
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
             try:
                 run_blocks(self.stages.sample, pipe, state)
             except DecodeCalledError as caught:
-                steps.finite.finish()  # of a call that took fewer steps than its scheduler has
+                if steps is not None:
+                    steps.finite.finish()  # of a call that took fewer steps than its scheduler has
                 return caught.latents
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
 

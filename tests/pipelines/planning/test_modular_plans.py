@@ -17,7 +17,7 @@ GB = 2**30
 # LTX-2.5's connectors read 49 hidden states of a prompt and of its negative at once, for which 8 GB are 50 MB short.
 BUDGETS = {"LTX-2.5": (9, 16, 24)}
 # Billions of parameters of the transformer.
-BILLIONS = {"FLUX.3": 5.54, "Anima": 1.96, "MiniMax-H3": 33.14, "LTX-2.5": 18.88}
+BILLIONS = {"FLUX.3": 5.54, "Anima": 1.96, "MiniMax-H3": 33.14, "Wan-Animate 2": 16.59, "LTX-2.5": 18.88}
 
 
 @pytest.mark.long

@@ -41,6 +41,14 @@ _GEMMA3_12B = {
     "mm_tokens_per_image": 256,
     **newest.GEMMA_IDS,
 }  # fmt: skip
+_UMT5_XXL = {
+    "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+_CLIP_H = {
+    "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "image_size": 224, "patch_size": 14,
+}  # fmt: skip
 _ANIMA = {"num_attention_heads": 16, "extra_pos_embed_type": None, "rope_scale": (1.0, 4.0, 4.0)}
 
 
@@ -75,6 +83,18 @@ MODELS = {
             "text_encoder": _qwen3_vl(5120, 25600, 64, 64),
             "audio_vae": {"latents_mean": [0.0] * 32, "latents_std": [1.0] * 32},
         },
+    ),
+    "Wan-Animate 2": Published(
+        "WanAnimate2ModularPipeline",
+        newest.wan_animate2,
+        {
+            "width": 640,
+            "height": 800,
+            "frames": 81,
+            "image": torch.rand(1, 80, 64, 3),
+            "video": torch.rand(81, 80, 64, 3),
+        },
+        {"text_encoder": _UMT5_XXL, "image_encoder": _CLIP_H},
     ),
     "LTX-2.5": Published(
         "LTX25ModularPipeline",

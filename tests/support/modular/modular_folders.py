@@ -15,8 +15,10 @@ import diffusers
 import numpy as np
 import tiny
 import torch
-from ballast.pipelines.encoding.pictures import as_stock
+from ballast.pipelines.encoding.pictures import Frames, as_stock
+from ballast.pipelines.stock.tasks import VIDEOS
 from diffusers import DiffusionPipeline, ModularPipeline
+from diffusers.models.transformers import transformer_wan_animate_2
 from pictured import pipelines as pictured
 from pictured.pictures import picture
 from pipeline_classes import odd_pipelines
@@ -45,6 +47,8 @@ class Family:
     config: tuple[tuple[str, Any], ...] = ()
     sees: bool | None = None  # whether a model sees a picture before the loop, by default where one is given
     more: tuple[tuple[str, Any], ...] = ()  # further arguments, by words that Ballast and the blocks have in common
+    steps: int | None = 3  # None for blocks that have a number of their own
+    counts: str = "num_frames"  # what the blocks call the number of frames
 
     def sides(self) -> dict[str, int]:
         return dict(zip(("width", "height"), self.size, strict=True)) if self.size else {}
@@ -53,6 +57,8 @@ class Family:
         """The pictures and masks of a run, by Ballast's words."""
         width, height = self.size or (64, 32)
         shown = {word: picture(width, height) for word in self.pictures}
+        for word in VIDEOS & shown.keys():
+            shown[word] = torch.stack([shown[word][0].roll(at, 0) for at in range(self.frames or 1)])
         if "last_image" in shown:
             shown["last_image"] = 1 - shown["last_image"]
         if "mask" in shown:
@@ -62,7 +68,10 @@ class Family:
     def stock_pictures(self) -> dict[str, Any]:
         """The same, by the words of the blocks."""
         names = {"images": "image", "mask": "mask_image", "control": "control_image"}
-        return as_stock({names.get(word, word): (one[0],) for word, one in self.given().items()})
+        if self.counts != "num_frames":
+            names["video"] = "driving_video"
+        pictures = {names.get(word, word): (one[0],) for word, one in self.given().items() if word not in VIDEOS}
+        return as_stock(pictures | {names.get(w, w): Frames(one) for w, one in self.given().items() if w in VIDEOS})
 
 
 def _two_experts() -> DiffusionPipeline:
@@ -212,6 +221,11 @@ FAMILIES: dict[str, Family] = {
     "ernie": Family("ErnieImageModularPipeline", newest.ernie, size=(64, 32)),
     "helios": Family("HeliosModularPipeline", newest.helios, **_VIDEO),
     "helios_image": Family("HeliosModularPipeline", newest.helios, **_MOVES),
+    "ideogram4": Family(
+        "Ideogram4ModularPipeline", newest.ideogram4, guides=False, more=(("guidance_schedule", [7.0, 7.0, 3.0]),)
+    ),
+    "echo": Family("EchoModularPipeline", newest.echo, guides=False, steps=None, **_VIDEO | {"size": (64, 32)}),
+    "echo_image": Family("EchoModularPipeline", newest.echo, guides=False, steps=None, **_MOVES | {"size": (64, 32)}),
     "ltx2": Family("LTX2ModularPipeline", newest.ltx2, **_VIDEO | {"size": (64, 32)}),
     "ltx2_image": Family("LTX2ModularPipeline", newest.ltx2, **_MOVES | {"size": (64, 32)}),
     "ltx25": Family("LTX25ModularPipeline", newest.ltx25, **_VIDEO | {"size": (32, 16), "frames": 7}),
@@ -226,6 +240,13 @@ FAMILIES: dict[str, Family] = {
     "wan22": Family(
         "Wan22ModularPipeline", _seeded(_two_experts), **_VIDEO, config=(("boundary_ratio", 0.9),)
     ),
+    **{
+        name: Family(
+            f"WanAnimate2{name.removeprefix('wan_animate2').title().strip('_')}ModularPipeline", newest.wan_animate2,
+            "animation", ("image", "video"), (64, 32), frames=9, counts="segment_frame_length",
+        )
+        for name in ("wan_animate2", "wan_animate2_distilled")
+    },
     "zimage": Family("ZImageModularPipeline", _of("zimage")),
     "zimage_image": Family("ZImageModularPipeline", _of("zimage"), **_IMAGE | {"size": (64, 32)}),
 }  # fmt: skip
@@ -235,9 +256,11 @@ REFUSED: dict[str, tuple[Family, str]] = {
     "cosmos3": (
         Family("Cosmos3OmniModularPipeline", newest.cosmos3, **_VIDEO), "has no blocks that encode a prompt"
     ),
-    "ideogram4": (
-        Family("Ideogram4ModularPipeline", newest.ideogram4, guides=False),
-        "its blocks call parts of its text_encoder by themselves",
+    "minimax_music3": (
+        Family("MiniMaxMusic3ModularPipeline", newest.minimax_music3), "makes sound and no picture"
+    ),
+    "helios_pyramid": (
+        Family("HeliosPyramidModularPipeline", newest.helios_pyramid, **_VIDEO), "its own call fails on the CPU"
     ),
 }  # fmt: skip
 
@@ -312,7 +335,8 @@ def stock(
         return decode(z, *args, **kwargs)
 
     decoder.decode = recorded
-    with mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True):  # which takes 40 s
+    plain = mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # compiling takes 40 s
+    with plain, mock.patch.object(transformer_wan_animate_2, "create_block_mask", uncompiled_mask):
         made = pipe(generator=torch.Generator("cpu").manual_seed(0), **{"output_type": "pt"} | inputs)
     pictures = made.get("videos") if made.get("videos") is not None else made.get("images")
     (latents,) = seen
@@ -321,6 +345,11 @@ def stock(
     if isinstance(pictures, list):
         pictures = torch.stack([torch.from_numpy(np.array(one)) / 255 for one in pictures]).movedim(-1, -3)
     return latents, pictures.float().movedim(-3, -1)
+
+
+def uncompiled_mask(*size: Any, _compile: bool, **more: Any) -> Any:
+    """Take the place of `create_block_mask`, without the compiler."""
+    return flex_attention.create_block_mask(*size, **more)
 
 
 def rows() -> list[str]:

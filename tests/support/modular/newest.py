@@ -198,6 +198,27 @@ def helios() -> Parts:
     }  # fmt: skip
 
 
+def wan_animate2() -> Parts:
+    """Draws a person as another moves. Its transformer keeps what it saw of the video."""
+    pipe: Any = wan()
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=1280,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=224,
+        patch_size=112,
+    )
+    return {
+        **{name: getattr(pipe, name) for name in ("vae", "text_encoder", "tokenizer")},
+        "scheduler": flow(),
+        "image_encoder": transformers.CLIPVisionModel(vision),
+        "transformer": diffusers.WanAnimate2Transformer3DModel(
+            in_dim=36, dim=24, ffn_dim=32, freq_dim=32, text_dim=32, num_heads=2, num_layers=11
+        ),
+    }
+
+
 def ltx25() -> Parts:
     """Decodes with a model that denoises."""
     return ltx2() | {
@@ -260,6 +281,25 @@ def ltx2() -> Parts:
             resnet_kernel_sizes=[3], resnet_dilations=[[1, 3, 5]], output_sampling_rate=16000,
         ),
     }  # fmt: skip
+
+
+def echo() -> Parts:
+    """As LTX-2, but few steps of its own without a scheduler."""
+    return {name: part for name, part in ltx2().items() if name != "scheduler"}
+
+
+def helios_pyramid() -> Parts:
+    return helios() | {"scheduler": diffusers.HeliosScheduler(stage_range=[0, 1 / 3, 2 / 3, 1], stages=3)}
+
+
+def minimax_music3() -> Parts:
+    """Part of what makes music, which is enough to be refused."""
+    return {
+        "tokenizer": tokenizer(),
+        "vocoder": diffusers.MiniMaxMusic3Vocoder(
+            latent_channels=4, decoder_input_dim=4, decoder_hidden_dim=8, upsampling_ratios=(2, 2)
+        ),
+    }
 
 
 def ltx2_class(folder: Path) -> Path:
