@@ -7,6 +7,7 @@ const LEAST = 58
 const MOST = 220
 const BESIDE = 60 // what margins take of the width
 const AROUND = 38 // and of the height
+const GAP = 4 // between two widgets
 const TITLE = 50 // of a node, and a gap above it
 // Words with the space behind them; Chinese breaks after every character, but never before a mark.
 const WORDS = /(?:[\u2e80-\u2fff\u3003-\u9fff]|[^\s\u2e80-\u9fff\uff00-\uffef]+|[\uff00-\uffef\u3000-\u3002])[\uff00-\uffef\u3000-\u3002]*\s*|\s+/g
@@ -43,23 +44,23 @@ function spare (node) {
   return Math.max(0, Math.min(...tops) - TITLE - y - node.size[1])
 }
 
-// What prompts take beyond their least: the page would give it to the text. A saved graph comes back without its text,
-// in nodes that had grown for it: what they had grown by is no room of the prompts.
-const prompts = (node) => node.widgets.filter(({ element }) => element?.tagName === 'TEXTAREA')
-  .reduce((sum, { computedHeight, computeLayoutSize }, i, all) =>
-    sum + Math.max(0, (computedHeight ?? 0) - (computeLayoutSize?.call(all[i], node).minHeight ?? 0)), 0)
+// What a node with prompts has beyond its least, without text and what it grew by for text. The page would give the text
+// a share of it. A saved graph comes back without its text, in nodes that had grown for it.
+function own (node, textHigh) {
+  if (!node.widgets.some(({ element }) => element?.tagName === 'TEXTAREA')) return 0
+  return Math.max(0, node.size[1] - (node.properties?.[GROWN] ?? 0) - (node.computeSize()[1] - textHigh - GAP))
+}
 
 // A node never shrinks: what is below it would jump about while it runs.
 export function grow (node, widget) {
   if (!widget.options) return
   const earlier = grown.has(widget) ? 0 : node.properties?.[GROWN] ?? 0
   grown.add(widget)
-  const kept = Math.max(0, prompts(node) - earlier)
   const most = (widget.options.getMinHeight?.() ?? LEAST) + spare(node) + earlier
   const high = Math.min(most, height(widget.value, node.size[0]))
   widget.value = lines(widget.value, node.size[0]).join('\n')
   widget.options.getMinHeight = () => high
-  const wanted = Math.min(node.computeSize()[1] + kept, node.size[1] + spare(node))
+  const wanted = Math.min(node.computeSize()[1] + own(node, high), node.size[1] + spare(node))
   if (node.size[1] >= wanted) return
   node.properties[GROWN] = (node.properties[GROWN] ?? 0) + wanted - node.size[1]
   node.setSize([node.size[0], wanted])

@@ -133,7 +133,7 @@ async function subgraph (page) {
   const done = await inner(page)
   await page.evaluate(() => {
     const { subgraph } = app.graph._nodes.find(({ subgraph }) => subgraph)
-    subgraph._nodes.find(({ type }) => type === 'BallastSampler').widgets.find(({ name }) => name === 'denoise').value = 0.5
+    subgraph._nodes.find(({ type }) => type === 'BallastSampler').widgets.find(({ name }) => name === 'denoise').value = 0.123
   })
   await execute(page, 'subgraph failed')
   closed.failed = await outer(page)
