@@ -147,7 +147,8 @@ def test_many_random_runs_leave_nothing(sim: ModuleType, caplog: pytest.LogCaptu
     for _ in range(RUNS - WARM_UP):
         graph.end()
     after = held(graph)
-    assert after == before
+    # Less is no leak: a worker that ran other tests before may close a file of theirs meanwhile.
+    assert all(after[what] <= count for what, count in before.items()), (before, after)
     assert after["bytes on the device"] == after["leases"] == 0
     assert process.memory_info().rss <= 1.02 * resident
     assert sum(graph.ended.values()) == RUNS
