@@ -7,6 +7,7 @@ heavy is imported until it is used.
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,7 +49,5 @@ def __getattr__(name: str) -> Any:
 
         return DecodeError
     if name == "memory":
-        from .memory import manager  # noqa: F401  (importing it makes `memory` an attribute of this package)
-
-        return globals()["memory"]
+        return import_module(".memory", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..memory.errors import DoesNotFitError
-from ..memory.manager import MemoryManager
+from ..memory.memory_manager import MemoryManager
 from ..memory.rates import ASSUMED
 from ..memory.sizes import format_bytes
 from ..memory.weights.stored import stored_tensors

@@ -105,7 +105,7 @@ def group(cards: int, device: str, ram: str | None) -> Iterator[tuple[str, str |
     import torch
     from torch import distributed
 
-    from ..memory.manager import manager
+    from ..memory.memory_manager import manager
     from ..memory.sizes import parse_bytes
 
     if cards == 1:

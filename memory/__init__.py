@@ -2,7 +2,7 @@
 
 Imports go one way, from top to bottom (`pyproject.toml`, contract "Layers of memory"). Start at `engine/ring.py`.
 
-    manager, stage, residency   the public face; one stage within a budget; which models are on the device
+    memory_manager, stage, residency   the public face; one stage within a budget; which models are on the device
     registry, budget, host_cache, workload, schedule, reports/   who owns what, limits, RAM copies, what was measured
     striped/                    VAE decoding in stripes of rows
     engine/                     makes a layout true: ring, copy streams, staging buffers
@@ -13,10 +13,44 @@ Imports go one way, from top to bottom (`pyproject.toml`, contract "Layers of me
     host/, simulated/           ComfyUI's memory management; a pretend device for tests and dry runs
 """
 
-from . import simulated
-from .errors import DoesNotFitError
-from .manager import MemoryManager, manager
-from .sizes import format_bytes, parse_bytes
-from .weights.unit import ManagedModel
+from __future__ import annotations
 
-__all__ = ["DoesNotFitError", "ManagedModel", "MemoryManager", "format_bytes", "manager", "parse_bytes", "simulated"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import simulated
+    from .errors import DoesNotFitError
+    from .memory_manager import MemoryManager, manager, managers
+    from .sizes import format_bytes, parse_bytes
+    from .weights.unit import ManagedModel
+
+__all__ = [
+    "DoesNotFitError",
+    "ManagedModel",
+    "MemoryManager",
+    "format_bytes",
+    "manager",
+    "managers",
+    "parse_bytes",
+    "simulated",
+]
+
+_HOMES = {
+    "DoesNotFitError": "errors",
+    "ManagedModel": "weights.unit",
+    "MemoryManager": "memory_manager",
+    "format_bytes": "sizes",
+    "manager": "memory_manager",
+    "managers": "memory_manager",
+    "parse_bytes": "sizes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first asked for: the nodes need few of these modules until one of them runs."""
+    if name == "simulated":
+        return import_module(".simulated", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

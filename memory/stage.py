@@ -30,7 +30,7 @@ from .weights.unit import ManagedModel
 from .workload import Workload
 
 if TYPE_CHECKING:
-    from .manager import MemoryManager
+    from .memory_manager import MemoryManager
 
 log = logging.getLogger("ballast")
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io, ui
 
-from ..memory.accelerator import Accelerator, resolve_device
+from .. import memory
 from ..memory.host import management as host
-from ..memory.manager import managers
 from ..memory.sizes import format_bytes
 from ..memory.vocabulary import Role
 from .shared.progress import show_text
 from .shared.running import prompt_id, shows_failure
+
+if TYPE_CHECKING:
+    from ..memory.accelerator import Accelerator
 
 ON_CPU = "On the CPU: nothing in VRAM."
 _WORDS = {"text_encoder": "text encoder", "transformer": "diffusion model", "vae": "VAE", "other": "other"}
@@ -97,13 +99,13 @@ def free(roles: Collection[Role], host_models: bool) -> tuple[list[Held], list[H
 
     The last of the models is RAM, if copies there went that no open pipeline refers to.
     """
-    units = [unit for manager in managers() for unit in manager.units()]
+    units = [unit for manager in memory.managers() for unit in manager.units()]
     ours = [(unit, unit.resident_bytes) for unit in units if unit.resident_bytes]
     copies = sum(unit.host_bytes for unit in units)
     theirs = host.loaded_models()
     cards = _cards()
     before = {str(card.device): _in_use(card, theirs) for card in cards}
-    for manager in managers():
+    for manager in memory.managers():
         manager.free(roles)
     if host_models:
         host.evict([model.patcher for model in theirs if model.role in roles])
@@ -135,15 +137,20 @@ def compose(models: list[Held], totals: list[Held]) -> str:
 
 def _cards() -> list[Accelerator]:
     """Return the host's device and those on which something is, or on which this prompt ran something of ours."""
+    from ..memory.accelerator import Accelerator, resolve_device
+
     own, run = resolve_device(host.device() or "cpu"), prompt_id()
-    ran = {manager.device for manager in managers() if any(stage.run == run for stage in manager.timeline.stages)}
-    cards = [Accelerator(device) for device in {manager.device for manager in managers()} | {own}]
+    ours = memory.managers()
+    ran = {manager.device for manager in ours if any(stage.run == run for stage in manager.timeline.stages)}
+    cards = [Accelerator(device) for device in {manager.device for manager in ours} | {own}]
     used = [card for card in cards if card.device in {own, *ran} or card.allocated_bytes()]
     return sorted((card for card in used if not card.is_cpu), key=lambda card: str(card.device))
 
 
 def _in_use(card: Accelerator, theirs: Collection[host.HostModel]) -> int:
     """Return the bytes in use: tensors, and the pages of the host's dynamic models, which torch does not count."""
+    from ..memory.accelerator import resolve_device
+
     card.empty_cache()
     is_own = card.device == resolve_device(host.device() or "cpu")
     return card.allocated_bytes() + sum(host.page_bytes(model.patcher) for model in theirs) * is_own

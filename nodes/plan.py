@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from comfy_api.latest import io, ui
 
-from ..memory.manager import managers
+from .. import memory
 from .options import in_widgets
 from .shared.inputs import (
     SETTINGS_TOOLTIP,
@@ -194,7 +194,7 @@ class VramPlan(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, vram_gb: str, **_: object) -> str:
         # Without a budget it may be what is free. The pipeline, which knows, cannot be seen from here.
-        gpus = [manager for manager in managers() if not manager.accelerator.is_cpu]
+        gpus = [manager for manager in memory.managers() if not manager.accelerator.is_cpu]
         free = [f"{manager.device}: {manager.budget_bytes // _FREE_STEP_BYTES}" for manager in gpus]
         try:
             return "" if all(budgets_of(vram_gb)) else "; ".join(free)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from comfy_api.latest import io, ui
 
+from .. import memory
 from ..memory.host import management as host
-from ..memory.manager import managers
 from .free import ON_CPU
 from .shared.graph import runs_stages
 from .shared.host_events import observe_prompt
@@ -76,7 +76,7 @@ class VramReport(io.ComfyNode):
     @shows_failure
     def execute(cls, stages: int = 12, after: Any = None, prompts: int = 1) -> io.NodeOutput:
         # One picture: of the device that ran last.
-        used = [manager for manager in managers() if manager.timeline.stages]
+        used = [manager for manager in memory.managers() if manager.timeline.stages]
         manager = max(used, key=lambda m: m.timeline.stages[-1].started, default=None)
         is_older = manager is None or manager.timeline.stages[-1].run != prompt_id()
         on = host.device()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ..memory.host.flags import host_flags
-from ..memory.manager import MemoryManager
+from ..memory.memory_manager import MemoryManager
 from ..memory.planning.runplan import RunPlan
 from ..memory.rates import Rates
 from ..memory.sizes import parse_bytes

@@ -81,7 +81,7 @@ def _cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 @pytest.fixture(autouse=True)
 def _no_cached_copies() -> Iterator[None]:
     """Each test begins without what the pipelines of earlier ones have left in RAM."""
-    from ballast.memory.manager import managers
+    from ballast.memory.memory_manager import managers
     from ballast.memory.vocabulary import ROLES
 
     for manager in managers():

@@ -18,7 +18,7 @@ import torch
 from ...memory.accelerator import Accelerator, PeakMeter
 from ...memory.host import management as host
 from ...memory.host.headroom import headroom
-from ...memory.manager import manager
+from ...memory.memory_manager import manager
 from ...memory.sizes import format_bytes
 from .activations import expected
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ... import memory
 from ...memory.host import management as host
-from ...memory.manager import MemoryManager, manager, managers
-from ...memory.reports.observed import Observation
+
+if TYPE_CHECKING:
+    from ...memory.reports.observed import Observation
 
 log = logging.getLogger("ballast")
 
@@ -26,7 +28,7 @@ def observe_prompt() -> None:
         from comfy_execution.progress import add_progress_handler
     except ImportError:
         return
-    add_progress_handler(_handler(manager(on)))
+    add_progress_handler(_handler(memory.manager(on)))
 
 
 def _quietly(method: Callable[..., None]) -> Callable[..., None]:
@@ -42,9 +44,11 @@ def _quietly(method: Callable[..., None]) -> Callable[..., None]:
     return safe
 
 
-def _handler(of: MemoryManager) -> Any:
+def _handler(of: memory.MemoryManager) -> Any:
     """Return a listener to the host's progress, of a class that the host gives."""
     from comfy_execution.progress import ProgressHandler
+
+    from ...memory.reports.observed import Observation
 
     class Listener(ProgressHandler):
         def __init__(self) -> None:
@@ -88,5 +92,5 @@ async def _on_answer(request: Any, response: Any) -> None:
         return
     asked = await request.json()  # which the host has read, and aiohttp keeps
     if asked.get("unload_models") or asked.get("free_memory"):
-        for each in managers():
+        for each in memory.managers():
             each.drop_unclaimed()

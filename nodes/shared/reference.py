@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 from comfy_api.latest import io
 
-from ...memory import simulated
+from ... import memory
 from ...memory.host import management as host
 from ...requirements import complaint
 from .folders import file_stamp
@@ -171,7 +171,7 @@ def _device(node: type[io.ComfyNode], chosen: str) -> str:
     if chosen == "sim" and is_gpu:
         # torch knows one accelerator in a process; a simulated one beside a real one would take its place.
         raise ValueError(f"device is sim, but ComfyUI runs on {own}. Choose auto, or start ComfyUI with --cpu.")
-    if chosen == "sim" and (reason := simulated.supported()):
+    if chosen == "sim" and (reason := memory.simulated.supported()):
         told = f"device is sim, but this runs on the CPU: {reason}."
         log.warning("Ballast: %s", told)
         show_text(node, told)

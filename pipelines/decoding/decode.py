@@ -18,7 +18,7 @@ from ...memory import striped
 from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
-from ...memory.manager import MemoryManager
+from ...memory.memory_manager import MemoryManager
 from ...memory.planning import learned
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, Operations, UnitForecast

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ...memory.codecs.converters import converter_of
-from ...memory.manager import MemoryManager, manager, refuse_fork
+from ...memory.memory_manager import MemoryManager, manager, refuse_fork
 from ...memory.planning.dry_run import StandIns
 from ...memory.weights.conversion import Conversion
 from ...memory.weights.unit import ManagedModel

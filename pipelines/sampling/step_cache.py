@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...memory.weights.unit import ManagedModel
-
 if TYPE_CHECKING:
     from diffusers.hooks._helpers import TransformerBlockMetadata
+
+    from ...memory.weights.unit import ManagedModel
 
 CACHE = "cache"  # option of `sample`
 OFF = "off"

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.lockstep.passes_in_turn import Lockstep, passes_of
-from ...memory.manager import STRATEGIES
+from ...memory.memory_manager import STRATEGIES
 from ...memory.planning.forecast import Forecast
 from ..encoding.conditioning import Conditioning, to_host
 from ..encoding.pictures import Pictures, stretch_notes

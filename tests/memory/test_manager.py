@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from ballast.memory import DoesNotFitError, ManagedModel, manager
-from ballast.memory.manager import MemoryManager
+from ballast.memory.memory_manager import MemoryManager
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.vocabulary import Role
 from diffusers import AutoencoderKL, Lumina2Transformer2DModel

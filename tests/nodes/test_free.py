@@ -12,10 +12,10 @@ import comfy.model_management as mm
 import folder_paths
 import pytest
 import torch
+from ballast import memory
 from ballast.memory import manager
-from ballast.memory.manager import managers
+from ballast.memory.memory_manager import managers
 from ballast.memory.sizes import format_bytes
-from ballast.nodes import free as free_node
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.free import FreeVram
 from ballast.nodes.load import LoadPipeline
@@ -49,7 +49,7 @@ def only(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has that device alone."""
     for one in managers():
         one.free()
-    monkeypatch.setattr(free_node, "managers", lambda: [manager(device)])
+    monkeypatch.setattr(memory, "managers", lambda: [manager(device)])
 
 
 def test_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import folder_paths
 import pytest
 import tiny
 import torch
-from ballast.memory.manager import MemoryManager, manager
+from ballast.memory.memory_manager import MemoryManager, manager
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.weights.unit import ManagedModel
 from ballast.nodes.budget import VramBudget

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from ballast.memory.manager import manager
+from ballast.memory.memory_manager import manager
 from ballast.pipelines.stages.batch_runs import Item
 from selection import few
 from single_files import base_of, state_of, transformer_file

@@ -17,7 +17,7 @@ import torch
 from ballast.commands.main import main
 from ballast.memory import manager
 from ballast.memory.host_cache import HostCache
-from ballast.memory.manager import MemoryManager
+from ballast.memory.memory_manager import MemoryManager
 from ballast.memory.reports.timeline import Event
 from ballast.memory.weights import reader
 from ballast.memory.weights.reader import Job, Reading

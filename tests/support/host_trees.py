@@ -151,7 +151,7 @@ def scenario(mm: Any) -> dict[str, Any]:
     """What the host's manager and ours do to each other, as numbers that no version may change."""
     from ballast.memory.host import contract as host_contract
     from ballast.memory.host import management as host
-    from ballast.memory.manager import manager
+    from ballast.memory.memory_manager import manager
     from ballast.memory.weights.unit import ManagedModel
     from ballast.memory.workload import Workload
 

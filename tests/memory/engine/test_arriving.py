@@ -15,7 +15,7 @@ import pytest
 import torch
 from ballast.memory import ManagedModel, manager
 from ballast.memory.host import management as host
-from ballast.memory.manager import MemoryManager
+from ballast.memory.memory_manager import MemoryManager
 from ballast.memory.vocabulary import Role
 from ballast.memory.weights import reader
 from ballast.memory.weights.stored import stored_tensors

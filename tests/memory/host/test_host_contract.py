@@ -19,7 +19,7 @@ from ballast.memory.host import contract as host_contract
 from ballast.memory.host import management as host
 from ballast.memory.host.flags import HostFlags
 from ballast.memory.host.patcher import HostPatcher
-from ballast.memory.manager import manager
+from ballast.memory.memory_manager import manager
 from ballast.memory.weights.unit import ManagedModel
 from ballast.memory.workload import Workload
 from host_trees import Blocks, find_trees

@@ -11,7 +11,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from ballast.memory.host import management as host
-from ballast.memory.manager import manager
+from ballast.memory.memory_manager import manager
 from ballast.memory.reports.observed import Observation
 from ballast.memory.sizes import format_bytes
 from ballast.nodes.budget import VramBudget

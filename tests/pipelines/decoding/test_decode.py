@@ -17,7 +17,7 @@ import torch
 from ballast.commands.main import main
 from ballast.memory import host_cache as copies
 from ballast.memory.errors import DoesNotFitError
-from ballast.memory.manager import manager
+from ballast.memory.memory_manager import manager
 from ballast.memory.simulated.card import card
 from ballast.memory.weights.structure import parameter_refs
 from ballast.nodes.decode import VaeDecode

@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory import simulated
-from ballast.memory.manager import manager
+from ballast.memory.memory_manager import manager
 from ballast.pipelines.planning.plans import Machine, plan_vae
 from ballast.pipelines.stages.vae_stages import vae_run
 

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory import manager
-from ballast.memory.manager import STRATEGIES
+from ballast.memory.memory_manager import STRATEGIES
 from ballast.pipelines.decoding import decode, tiling
 from ballast.pipelines.files.components import Component, read_config
 from ballast.pipelines.planning.vae_forecasts import vae_forecasts

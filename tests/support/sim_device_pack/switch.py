@@ -80,7 +80,7 @@ def facts() -> dict[str, Any]:
     import comfy.model_management as mm
 
     stats = simulated().stats()
-    managers = _of_pack("memory.manager").managers()
+    managers = _of_pack("memory.memory_manager").managers()
     reports = [manager.report() for manager in managers]
     loaded = [entry.model for entry in mm.current_loaded_models if entry.model is not None]
     return {
