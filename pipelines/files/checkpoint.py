@@ -17,6 +17,7 @@ from ...memory.weights.encoding import Source, holds, kernels_of
 from ...memory.weights.stored import Stored, file_identity, stamps_of, stored_dtype
 from ...memory.weights.unit import ManagedModel, building
 from .building import on_meta
+from .built import built
 from .components import DECODED, check_runs
 from .keys import key_text
 from .places import Places, Rename, sources
@@ -26,8 +27,9 @@ from .places import Places, Rename, sources
 class Checkpoint:
     """A module that `make` builds as `config` says, and its files, whose names `rename` turns into the module's.
 
-    Loading is strict: every weight of the module is in the files, and nothing else is. `dtype` None means the type that
-    the files are stored in.
+    Checkpoints of the same files and `config` make the same module: its structure is built once. Loading is strict:
+    every weight of the module is in the files, and nothing else is. `dtype` None means the type that the files are
+    stored in.
     """
 
     name: str
@@ -87,7 +89,10 @@ class Checkpoint:
         return found
 
     def _build(self) -> nn.Module:
-        """Build the module, with parameters on `meta` and real buffers."""
+        """Return the module, with parameters on `meta` and real buffers."""
+        return built(self.key, self._construct)
+
+    def _construct(self) -> nn.Module:
         with on_meta(self.files[0], self.name, self.files):
             module = self.make()
         for parameter in module.parameters():

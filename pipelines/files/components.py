@@ -26,6 +26,7 @@ from ...memory.weights.stored import (
 )
 from ...memory.weights.unit import ManagedModel
 from .building import leave_weights, on_meta, only_tiled
+from .built import built
 from .keys import key_text
 from .neighborhood import attend_in_blocks
 from .places import weight_files
@@ -148,7 +149,10 @@ class Component:
         return {name.removeprefix(prefix): at for name, at in found.items()} | found
 
     def _build(self) -> nn.Module:
-        """Build the module, with parameters on `meta` and real buffers and plain tensors."""
+        """Return the module, with parameters on `meta` and real buffers and plain tensors."""
+        return built(self.key, self._construct)
+
+    def _construct(self) -> nn.Module:
         from transformers import PreTrainedModel
 
         with on_meta(self.folder / "config.json", self.cls.__name__, self.files[0]):

@@ -45,7 +45,8 @@ def read_merged(files: Sequence[Path], build: Callable[[], nn.Module], config: M
     stored = stored_tensors(files)
     pieces = _pieces(stored)
     places = {name: stored[made_of["original"]] for name, made_of in pieces.items()}
-    tower = Checkpoint("text_encoder_2", "text_encoder", tuple(files), build, lambda _: jina_names(places))
+    names = jina_names(places)
+    tower = Checkpoint("text_encoder_2", "text_encoder", tuple(files), build, lambda _: names, config=config)
     merged: dict[str, torch.Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():  # the tensors would be of a caller's inference mode for good
         wanted = tower.stored  # which refuses what does not match the module
