@@ -36,7 +36,7 @@ from .kept_dequantized import KeptDequantized, dequantized, dequantized_within, 
 from .ring_offsets import offsets, overwritten, step_seconds
 from .tiers import Sets, disk_choices, paid, spread, windows_bytes
 
-RINGS = (2, 3, 4, 5, 6, 8, 12, 16)  # ring sizes to try, in multiples of the largest group; below 2 nothing overlaps
+RINGS = (2, 3, 4, 5, 6, 8, 12, 16)  # ring sizes to try beside the least, in multiples of the largest group
 _LEVELS = 256  # steps between streaming nothing and streaming everything
 _HIDDEN = 64  # sets to try for each ring: the k-th copies up to 2 * k / 64 seconds for each second of computing
 _ROUNDING = 1e-3  # share of the computing to which seconds are rounded up: a smaller gain does not justify more copies
@@ -170,14 +170,14 @@ class Layout:
 def least_bytes(groups: Sequence[GroupLoad]) -> int:
     """Return the least bytes on the device in which the groups can run.
 
-    That is a ring of twice the largest group, or all groups if these take less.
+    That is a ring of the two largest groups, or all groups if these take less.
     """
     return min(least_ring_bytes(groups), sum(group.held_bytes for group in groups))
 
 
 def least_ring_bytes(groups: Sequence[GroupLoad]) -> int:
-    """Return the size of the smallest ring in which copies still overlap with computing."""
-    return RINGS[0] * max((group.packed_bytes for group in groups), default=0)
+    """Return the size of the smallest ring in which copies still overlap with computing: any two groups fit in it."""
+    return sum(sorted(group.packed_bytes for group in groups)[-2:])
 
 
 @functools.lru_cache(maxsize=256)
@@ -248,10 +248,10 @@ def _rank(made: Layout) -> tuple[float, int, int, int]:
 
 def _rings(groups: Sequence[GroupLoad], room: int, there: int | None) -> tuple[int, ...]:
     """Return the sizes in bytes of the rings to try, or just that of the ring that is there, if it fits."""
-    least = least_ring_bytes(groups)
+    least, largest = least_ring_bytes(groups), max((group.packed_bytes for group in groups), default=0)
     if there and least <= there <= room:
         return (there,)
-    return tuple(times * least // RINGS[0] for times in RINGS)
+    return tuple(sorted({least, *(times * largest for times in RINGS)}))
 
 
 @dataclass(frozen=True)

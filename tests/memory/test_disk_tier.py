@@ -116,8 +116,8 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
         assert abs(sim.stats().h2d_bytes - asked) <= ring_bytes
     came = placement.take_bytes_in()
     assert came == sim.stats().h2d_bytes - 3 * NOISE
-    streamed = [placement._called[i] for i in placement.layout.streamed]
-    gaps = sum(p.packed_bytes - sum(ref.tensor.nbytes for ref in p.refs if ref.tensor.is_meta) for p in streamed)
+    read = [placement._called[i] for i in placement.layout.from_disk]
+    gaps = sum(p.packed_bytes - sum(ref.tensor.nbytes for ref in p.refs if ref.tensor.is_meta) for p in read)
     assert abs(came - placement.take_bytes_read() - 3 * gaps) <= gaps, "files have no gaps"
     assert all(ref.tensor.is_meta for ref in placement.host_refs if isinstance(ref.tensor, nn.Parameter))
     assert set(weight_pages()) - before == windows

@@ -83,13 +83,11 @@ def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) 
     torch.testing.assert_close(sample(cond, strategy="streamed"), expected_latents.float(), atol=1e-5, rtol=0)
     assert sim.stats().allocated_bytes == 0
     if name in REQUIRED:
-        assert_streamed(name)
+        assert_streamed()
 
 
-def assert_streamed(name: str) -> None:
-    """Where a layer holds over half of the weights there is nothing to gain by streaming."""
-    placement = "resident" if name == "zimage" else "streamed"
-    assert [unit.placement for unit in manager("sim").timeline.stages[-1].units.values()] == [placement]
+def assert_streamed() -> None:
+    assert [unit.placement for unit in manager("sim").timeline.stages[-1].units.values()] == ["streamed"]
 
 
 @pytest.mark.parametrize("name", few(REQUIRED, *THREE, "sd3", "sana", "auraflow"))
@@ -188,7 +186,7 @@ def test_other_placements_equal_stock(name: str, strategy: str, tiny_folders: Fo
     latents = sample(encode(), strategy=strategy)
     torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)
     assert sim.stats().allocated_bytes == 0
-    assert_streamed(name)
+    assert_streamed()
 
 
 @pytest.mark.parametrize("name", few(["lumina2", "hidream", "wan", "cogvideox"], "hidream", "wan"))

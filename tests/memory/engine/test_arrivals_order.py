@@ -116,7 +116,8 @@ def test_what_was_not_seen_lets_nothing_come_early(
     for _ in range(3):
         torch.testing.assert_close(run(module, noise()).cpu(), truth)
     early = asked[asked.index(unseen) + 1 : marks[0]]
-    assert not any(group.resident for group in early)
+    ahead = int(where == "ram" and share == 1)  # where all stay, one comes from pageable RAM while each group runs
+    assert sum(group.resident for group in early) <= ahead
     assert share != 0.5 or any(group.resident for group in asked[marks[0] :]), "nothing was left to come early"
     placement.remove()
 

@@ -25,6 +25,12 @@ def loads_of(groups: list[tuple[int, int, float]], before: float = 0.0) -> Loads
     return Loads(tuple(GroupLoad(size + gap, size, (size + gap) * times) for size, gap, times in groups), 1.0, before)
 
 
+def rings(loads: Loads) -> list[int]:
+    """Sizes of rings that are tried, and 0 for none."""
+    largest = max(group.packed_bytes for group in loads.groups)
+    return [0, least_ring_bytes(loads.groups), *(times * largest for times in RINGS)]
+
+
 def held(loads: Loads, found: Layout) -> int:
     streamed = set(found.streamed)
     return sum(group.held_bytes for i, group in enumerate(loads.groups) if i not in streamed)
@@ -105,6 +111,16 @@ def test_never_over_the_room_and_the_same_each_time(
     assert (whole <= room) == (not found.streamed) or not found.copied_bytes
 
 
+def test_one_large_group_streams_beside_the_next_largest() -> None:
+    """A ring of twice the largest would take as much as all groups: LTX-2.5's connectors have such a layer."""
+    loads = loads_of([(60, 1, 1.0), (20, 1, 1.0), (30, 1, 1.0), (10, 1, 1.0)])
+    sizes = sorted(group.packed_bytes for group in loads.groups)
+    least = least_bytes(loads.groups)
+    assert least == sizes[-1] + sizes[-2] < sum(group.held_bytes for group in loads.groups)
+    found = place(loads, least)
+    assert found.device_bytes == found.ring_bytes == least and len(found.streamed) == 4
+
+
 @settings(max_examples=100)
 @given(PIECES, st.lists(st.floats(0, 1.1), min_size=2, max_size=6))
 def test_more_room_is_never_slower(groups: list[tuple[int, int, float]], shares: list[float]) -> None:
@@ -137,8 +153,7 @@ def test_as_good_as_all_choices_of_up_to_eight(groups: list[tuple[int, int, floa
     count = len(loads.groups)
     room = max(int(share * sum(group.held_bytes for group in loads.groups)), least_bytes(loads.groups))
     best = float("inf")
-    for size, times in itertools.product(range(count + 1), (0, *RINGS)):
-        ring = times * least_ring_bytes(loads.groups) // RINGS[0]
+    for size, ring in itertools.product(range(count + 1), rings(loads)):
         for streamed in itertools.combinations(range(count), size):
             packed = [loads.groups[i].packed_bytes for i in streamed]
             made = Layout("streamed", ring, streamed)
@@ -229,8 +244,7 @@ def test_as_good_as_all_choices_with_decoding(
     best = float("inf")
     for passes in itertools.product((False, True), repeat=count):
         streamed = tuple(i for i in range(count) if passes[i])
-        for times in (0, *RINGS):
-            ring = times * least_ring_bytes(loads.groups) // RINGS[0]
+        for ring in rings(loads):
             left = room - held(loads, Layout("streamed", ring, streamed)) - ring
             if left < 0 or (streamed and not ring):
                 continue
@@ -315,8 +329,7 @@ def test_as_good_as_all_mixes_of_three_tiers(
     best = float("inf")
     for tiers in itertools.product(("device", "ram", "disk"), repeat=count):
         streamed = tuple(i for i in range(count) if tiers[i] != "device")
-        for times in (0, *RINGS):
-            ring = times * least_ring_bytes(loads.groups) // RINGS[0]
+        for ring in rings(loads):
             if held(loads, Layout("streamed", ring, streamed)) + ring > room or (streamed and not ring):
                 continue
             packed = [sizes[i] for i in streamed]
