@@ -100,6 +100,7 @@ class Budget:
         self.overhead = Overhead()  # memory beyond tensors that is reserved for the present stage
         self._accelerator, self._registry = accelerator, registry
         self._stage: _StageCount | None = None  # None between stages
+        self._ram_left: int | None = None  # that the present stage leaves to weights, if it keeps tensors in RAM
         self._leftover_bytes = 0  # that the last stage left beside the weights of units that are kept
         self._warned_card_bytes = 0  # size of the simulated card for which the RAM warning was given
 
@@ -151,8 +152,11 @@ class Budget:
     def ram_bytes(self) -> int:
         """RAM that weights may hold: the stated limit, or what they hold and what is free, less the reserve.
 
-        Without a stated limit the memory of a simulated card, which is RAM too, is subtracted, but half at most.
+        Without a stated limit the memory of a simulated card, which is RAM too, is subtracted, but half at most. A
+        stage that keeps tensors of its own in RAM leaves the rest.
         """
+        if self._ram_left is not None:
+            return self._ram_left
         if self.ram_limit is not None:
             return self.ram_limit
         in_all = self._ram_in_all()
@@ -192,6 +196,15 @@ class Budget:
             yield
         finally:
             self.overhead = before
+
+    @contextmanager
+    def keeping_in_ram(self, nbytes: int) -> Iterator[None]:
+        """Leave `nbytes` of RAM to tensors that a stage keeps there, until the block ends."""
+        before, self._ram_left = self._ram_left, max(0, self.ram_bytes - nbytes) if nbytes else self._ram_left
+        try:
+            yield
+        finally:
+            self._ram_left = before
 
     @contextmanager
     def evicting_unit(self) -> Iterator[None]:

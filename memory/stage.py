@@ -72,6 +72,7 @@ def run_stage(manager: MemoryManager, stage: StageRequest) -> Iterator[None]:
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, stage.alone).run))
         overhead = manager.work.overheads(units)
         exits.enter_context(manager.budget.reserving(overhead))
+        exits.enter_context(manager.budget.keeping_in_ram(forecast.kept_in_ram if forecast else 0))
         exits.enter_context(manager.take_turns(units))
         manager.shrink_for_stage(units, strategy, forecast.idle_bytes if forecast else 0)
         record = manager.timeline.begin(stage.name, units, overhead.driver_bytes(manager.budget_bytes))

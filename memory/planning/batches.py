@@ -49,7 +49,8 @@ def scaled(forecast: Forecast, pictures: int) -> Forecast:
     Operations grow in proportion. Bytes grow at most so: the result is an upper bound.
     """
     units = {name: _work(work, pictures) for name, work in forecast.units.items()}
-    return replace(forecast, idle_bytes=forecast.idle_bytes * pictures, units=units)
+    idle_bytes, kept_in_ram = forecast.idle_bytes * pictures, forecast.kept_in_ram * pictures
+    return replace(forecast, idle_bytes=idle_bytes, units=units, kept_in_ram=kept_in_ram)
 
 
 @functools.lru_cache(maxsize=64)  # plans of several budgets ask for the same forecasts

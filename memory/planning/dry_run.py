@@ -209,7 +209,7 @@ class _Book:
             )
             for name, seen in self.units.items()
         }
-        return Forecast(self.idle, units)
+        return Forecast(self.idle, units, kept_in_ram=self.card.kept_in_ram)
 
 
 @dataclass

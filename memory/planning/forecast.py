@@ -145,6 +145,7 @@ class Forecast:
 
     `idle_bytes` is the most that the stage holds on the device before any unit is called. `result` is the shape of its
     result, if another stage depends on that, and `sound` that of the latents of one sound drawn with it.
+    `kept_in_ram` is the bytes of tensors that the stage keeps in RAM, beside weights.
     """
 
     idle_bytes: int
@@ -152,6 +153,7 @@ class Forecast:
     steps: int = 1
     result: tuple[int, ...] = ()
     sound: tuple[int, ...] = ()
+    kept_in_ram: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain data, for a file."""
@@ -169,8 +171,9 @@ class Forecast:
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")
             once = tuple(OnceModule(**{**each, "needs": tuple(map(str, each["needs"]))}) for each in facts["once"])
             units[name] = UnitForecast(**numbers, **operations_from(facts), once=once)
-        shapes = (tuple(map(int, data[name])) for name in ("result", "sound"))
-        return cls(int(data["idle_bytes"]), units, max(1, int(data["steps"])), *shapes)
+        result, sound = (tuple(map(int, data[name])) for name in ("result", "sound"))
+        steps, kept_in_ram = max(1, int(data["steps"])), int(data["kept_in_ram"])
+        return cls(int(data["idle_bytes"]), units, steps, result, sound, kept_in_ram)
 
 
 def operations_from(facts: Mapping[str, Any]) -> dict[str, Any]:

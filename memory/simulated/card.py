@@ -138,6 +138,7 @@ class Card:
         self.unknown_types: frozenset[torch.dtype] = frozenset()  # dtypes without kernels
         self.pages_above: int | None = None  # allocated bytes beyond this page over the bus, without an error
         self.fail_in = 0
+        self.kept_in_ram = 0  # bytes of tensors that a dry run keeps in RAM: see `dry.keep_in_ram`
         self.times = 1  # for which each kernel counts: see `dry.counted`
         self.timed = False
         self.overhead = CardOverhead()

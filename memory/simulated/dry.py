@@ -61,6 +61,11 @@ def held_bytes() -> int:
     return state.card.allocated_bytes()
 
 
+def keep_in_ram(nbytes: int) -> None:
+    """Count bytes that the code of the present dry run keeps in RAM until its stage ends."""
+    state.card.kept_in_ram += nbytes
+
+
 @contextmanager
 def counted(times: int) -> Iterator[None]:
     """Count operations `times` times on the card of the present dry run, for calls that it makes only once."""

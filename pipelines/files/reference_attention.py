@@ -3,7 +3,7 @@
 The transformer of Wan-Animate 2 attends by FlexAttention. Without a compiler that takes the scores of all positions
 with all others: 282 GB for 81 frames of 640 x 800 pixels. Devices that FlexAttention does not know cannot run it.
 
-The reference's keys and values have 34 GB then. They lie in RAM, and each layer brings them a frame at a time: that is
+The reference's keys and values have 32 GB then. They lie in RAM, and each layer brings them a frame at a time: that is
 1.4 s of a pass at 25 GB/s, in which attention takes 50 s at 60 TFLOPS.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.simulated.dry import counted
+from ...memory.simulated.dry import counted, keep_in_ram
 
 _OWN = "WanAnimate2AttnProcessor"  # of diffusers
 
@@ -87,8 +87,11 @@ class _InRam:
 
 
 def _in_ram(part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in RAM. In a dry run it takes none."""
-    return torch.zeros((), dtype=part.dtype).expand(part.shape) if part.is_meta else part.to("cpu")
+    """Return a tensor in RAM. In a dry run it takes none, but counts."""
+    if not part.is_meta:
+        return part.to("cpu")
+    keep_in_ram(part.nbytes)
+    return torch.zeros((), dtype=part.dtype).expand(part.shape)
 
 
 def attend_to_frames(module: nn.Module) -> None:

@@ -193,6 +193,7 @@ def plan_run(
             (
                 run.caveat,
                 _of_cache(run.sampling),
+                _kept_in_ram(forecasts["sample"], run.pictures),
                 _cost_of_converting(run),
                 _cost_of_loras(run, forecasts["sample"], used),
             ),
@@ -212,6 +213,13 @@ def _of_cache(sampling: Sampling) -> str:
         return f"The cache {cache} skips steps where little changes; the plan counts all."
     count = cache.count(sampling.steps, len(sampling.units))
     return f"The cache {cache} computes {count} of {sampling.steps} steps."
+
+
+def _kept_in_ram(forecast: Forecast, pictures: int) -> str:
+    """Tell in a sentence the bytes of RAM that sampling takes beside weights; "" where it takes none."""
+    if not (nbytes := forecast.kept_in_ram * pictures):
+        return ""
+    return f"Sampling keeps {format_bytes(nbytes)} in RAM beside the weights."
 
 
 def _cost_of_converting(run: Run) -> str:
@@ -299,10 +307,15 @@ def plan_stage(
     `ram` is what RAM holds when it begins, by default of these units alone, and as now. Of a forecast for one picture
     it may be the plan for several at once.
     """
-    named = {unit.name: unit for unit in units}
+    named, state = {unit.name: unit for unit in units}, ram_of(units) if ram is None else ram
     known = {each: machine.measured(named[each], work, pictures) for each, work in forecast.units.items()}
     overheads = {each: machine.overhead_of(named[each], work, pictures) for each, work in forecast.units.items()}
     forecast = scaled(forecast, pictures) if pictures > 1 else forecast
+    note = ""
+    if kept := forecast.kept_in_ram:
+        note = f"{format_bytes(kept)} of its own in RAM"
+        machine = replace(machine, ram_bytes=max(0, machine.ram_bytes - kept))
+        state = replace(state, ram_bytes=max(0, state.ram_bytes - kept))
     for name_of, work in forecast.units.items():
         named[name_of].learn(work.call_order)
     rooms = {}  # for the weights of all units, while each of them runs
@@ -318,7 +331,6 @@ def plan_stage(
         )
     )
     request = PlanRequest(strategy, by_user, forecast.steps, steps / forecast.steps, forecast.idle_bytes)
-    state = ram_of(units) if ram is None else ram
 
     def plan(each: str, work: UnitForecast) -> Plan:
         nonlocal state
@@ -355,9 +367,7 @@ def plan_stage(
         * least_call_seconds(sizes_of(named[each]), work, machine.rates, known[each])
         for each, work in forecast.units.items()
     )
-    return StagePlan(
-        name, tuple(plans.values()), forecast.idle_bytes, steps=steps, rates=machine.rates, computing_seconds=computing
-    )
+    return StagePlan(name, tuple(plans.values()), forecast.idle_bytes, note, steps, machine.rates, computing)
 
 
 def plan_vae(

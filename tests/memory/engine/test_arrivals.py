@@ -42,7 +42,7 @@ def test_nothing_waits_for_what_comes_later(
     placement.complete()
     assert arrivals.pending
     sent = [group.state is not State.ALLOCATED for group in groups if group.resident]
-    ahead = 1 if os.environ.get("BALLAST_COPIES") == "xpu" and share == 1 else 3  # of pageable RAM, one waits for a call
+    ahead = 1 if os.environ.get("BALLAST_COPIES") == "xpu" and share == 1 else 3  # one of pageable RAM
     assert sent == [group in groups[:ahead] for group in groups if group.resident]
     computed: list[int] = []
     for i, block in enumerate(placement.module.blocks):  # type: ignore[arg-type]

@@ -16,9 +16,11 @@ import diffusers
 import pytest
 import torch
 from adapters import lora_files
+from ballast.memory.sizes import format_bytes
 from ballast.pipelines.files.recognition import is_modular_folder
 from ballast.pipelines.models.modular.block_state import restored
 from ballast.pipelines.sampling.guider_choice import GUIDERS as NAMED_GUIDERS
+from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVLayerCache
 from modular import made_up_blocks, modular_folders, newest
 from modular.modular_folders import FAMILIES, REFUSED, Family, as_modular
 from pictured import pipelines as pictured
@@ -405,6 +407,33 @@ def test_what_stages_would_cut_is_refused(
     with pytest.raises(ValueError, match=words) as refused:
         case.pipe.sample(case.encode(), **case.run | given)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.long
+def test_keys_and_values_of_the_reference_count_in_ram(
+    folders: Folders, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan tells their bytes, those of the run, and leaves the rest of RAM to weights; so does the run."""
+    kept, left, store = [], [], WanAnimate2KVLayerCache.store
+
+    def storing(layer: WanAnimate2KVLayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        if key.is_contiguous():  # in a dry run it takes no bytes
+            kept.append(key.nbytes + value.nbytes)
+            left.append(case.pipe.runner.manager.budget.ram_bytes)
+        store(layer, key, value)
+
+    with pictured.without_videos(), newest.resizing():
+        case = opened("wan_animate2", folders, cache, ram="1GB")
+        cond = case.encode()
+        monkeypatch.setattr(WanAnimate2KVLayerCache, "store", storing)
+        case.pipe.sample(cond, **case.run)
+        assert kept and set(left) == {2**30 - sum(kept)}
+        plan = case.pipe.plan(cond=cond, **case.run, vram=BUDGET)
+        short = case.pipe.plan(cond=cond, **case.run, vram=BUDGET, ram=sum(kept))
+    told = f"{format_bytes(sum(kept))} of its own in RAM"
+    assert [stage.note for stage in plan.stages if stage.name == "sample"] == [told]
+    assert f"Sampling keeps {format_bytes(sum(kept))} in RAM beside the weights." in str(plan)
+    assert not short.samples and "0 B of RAM" in short.reason
 
 
 def test_a_dtype_crosses_the_stages(made_up: Callable[..., Path], cache: Path) -> None:
