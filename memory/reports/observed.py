@@ -48,7 +48,8 @@ class Observation:
             _most(event) - max(before, now)
             for event, before, now in zip(stage.events[1:], held, held[1:], strict=False)
         )
-        gave_way = 0 < held[-1] < held[0]  # such as a model whose budget was lowered
+        # Such as a model whose budget was lowered. A node that only unloads has no budget of its own.
+        gave_way = held[-1] < held[0] and (held[-1] > 0 or self._timeline.target_bytes > 0)
         worked = gave_way or beside > _ROUNDED * stage.peak_bytes
         if worked or any(unit.bytes_in for unit in stage.units.values()):
             self._timeline.stages.append(stage)

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import ModuleType
 
 import ballast
+import pytest
 import torch
 from ballast.memory import manager
 from ballast.memory.reports.observed import Observation
+from ballast.memory.reports.timeline import OnDevice, Timeline
 
 MB = 2**20
 
@@ -62,3 +64,32 @@ def test_a_stage_of_ours_meanwhile_tells_more(sim: ModuleType, tiny_folders: Cal
     use(MB)
     seen.finish()
     assert [stage.name for stage in timeline.stages] == ["sample"]
+
+
+class Model:
+    """One of the host's models, with some bytes on the card."""
+
+    def __init__(self, timeline: Timeline, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = nbytes
+        monkeypatch.setattr(timeline, "_guests", self.there)
+
+    def there(self) -> tuple[OnDevice, ...]:
+        return (OnDevice("unet (ComfyUI)", "denoiser", self.bytes),) if self.bytes else ()
+
+
+@pytest.mark.parametrize("looks", [0, 2])
+@pytest.mark.parametrize("left", [0, 2 * MB])
+@pytest.mark.parametrize("target", [0, MB])
+def test_one_whose_weights_leave_counts_if_some_stay_or_it_has_a_budget(
+    target: int, left: int, looks: int, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that only unloads is left out."""
+    timeline = manager("sim").timeline
+    model = Model(timeline, 4 * MB, monkeypatch)
+    seen = Observation(timeline, "KSampler", "prompt", 2**30)
+    timeline.target_bytes, model.bytes = target, left
+    for _ in range(looks):
+        seen.look()
+    seen.finish()
+    assert [stage.name for stage in timeline.stages] == ["KSampler"] * bool(target or left)
+    assert all(stage.budget_bytes == (target or 2**30) for stage in timeline.stages)
