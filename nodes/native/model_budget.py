@@ -85,11 +85,14 @@ def _is_cpu(patcher: Any) -> bool:
 
 
 class _Run:
-    """One sampling: its model, its guidance, and the most bytes that were seen on the device."""
+    """One sampling: its model, its guidance, and the most bytes that were seen on the device.
+
+    `working_bytes` are what the host expects activations to take, where it decides by that what stays.
+    """
 
     def __init__(self, patcher: Any, guidance: float | None) -> None:
         self.patcher, self.guidance = patcher, guidance
-        self.peak_bytes = self.held_bytes = 0
+        self.peak_bytes = self.held_bytes = self.working_bytes = 0
         self._peaks = PeakMeter(Accelerator(torch.device(patcher.load_device)))
         self.begin()
 
@@ -144,6 +147,7 @@ class _Budget:
         _shrink([patcher, *beside], room)  # what was there before
         if run:
             run.begin()
+            run.working_bytes = working_bytes
         shape = _filling([patcher, *beside], shape, conditionings, room)
         made = executor(patcher, shape, conditionings, *args, **kw)
         _shrink([patcher, *made[2]], room)  # the host knows the free memory only roughly, with --highvram not at all
@@ -162,6 +166,8 @@ class _Budget:
         said = [f"peak {format_bytes(peak)} of {format_bytes(self.bytes)}", f"{held} of {format_bytes(size)} stayed"]
         if peak > self.bytes:
             said.append(f"{format_bytes(peak - self.bytes)} over the target")
+        elif run.held_bytes < size and run.working_bytes:
+            said.append(f"ComfyUI expects {format_bytes(run.working_bytes)} of activations")
         if run.held_bytes < size and not host.is_dynamic(run.patcher) and run.patcher.lowvram_patch_counter():
             said.append("LoRAs on weights in RAM as ComfyUI computes them: the picture can differ slightly")
         text = "; ".join(said)

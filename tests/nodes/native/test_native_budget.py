@@ -160,7 +160,8 @@ def test_what_is_over_the_budget_leaves(patched: bool, fake: ModuleType, monkeyp
     assert run_through(budgeted.model, lambda: "picture") == "picture"
     assert [device.type for device, _ in budgeted.model.unloads] == ["cpu"] * len(budgeted.model.unloads)
     assert sum(bytes for _, bytes in budgeted.model.unloads) == 6 * MB
-    assert len(said) == 1 and "4.00 MB of 12.0 MB stayed" in said[0]
+    why = "ComfyUI expects 4.00 MB of activations"
+    assert len(said) == 1 and f"4.00 MB of 12.0 MB stayed; {why}" in said[0]
     told = "; LoRAs on weights in RAM as ComfyUI computes them: the picture can differ slightly"
     assert said[0].endswith(told) == patched
 
