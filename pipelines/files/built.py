@@ -107,7 +107,7 @@ def can_be_copied(module: nn.Module) -> bool:
     """Return whether a copy is as good as a module that is built anew.
 
     It is not where something refers to the module in a way that `copy.deepcopy` hands on as it is: functions that
-    enclose values, and weak references.
+    enclose values, and weak references. Nor where a tensor was computed from weights, as by `weight_norm`.
     """
     return not any(_hands_on(value) for owner in modules_in(module) for value in vars(owner).values())
 
@@ -119,6 +119,8 @@ def _hands_on(value: Any) -> bool:
         return any(_hands_on(each) for each in value)
     if isinstance(value, functools.partial):
         return any(map(_hands_on, (value.func, value.args, value.keywords)))
+    if isinstance(value, torch.Tensor):
+        return not value.is_leaf
     return isinstance(value, weakref.ref) or (isinstance(value, types.FunctionType) and value.__closure__ is not None)
 
 
