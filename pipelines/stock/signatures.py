@@ -230,8 +230,8 @@ def fewest_frames(pipe: Any, latents: int = 2) -> int:
 
 def check_sections(pipe: Any, title: str, latents: torch.Tensor, frames: int | None) -> None:
     """Raise RefusedError where the latents of a video are fewer than its frames: Helios decodes as it samples."""
-    step = _attribute(pipe, _TEMPORAL, 1)
-    if frames and latents.ndim == 5 and latents.shape[2] * step < frames:
+    step = _attribute(pipe, _TEMPORAL, 0)  # MiniMax-H3 has none, and other latents
+    if frames and step and latents.ndim == 5 and latents.shape[2] * step < frames:
         raise RefusedError(
             f"frames is {frames}; {title} draws so many in sections, and decodes each while it samples. Stages decode "
             f"once: give at most {(latents.shape[2] - 1) * step + 1}, which are one section."

@@ -32,7 +32,7 @@ PROMPT, NEGATIVE = "a red boat", "blurry, grey"
 FAST = ("flux", "wan")
 LONG = (
     "flux_image", "klein", "ltx_image", "qwen", "sd3", "zimage", "sdxl", "anima", "flux3", "krea2_turbo",
-    "qwen21_turbo", "ernie",
+    "qwen21_turbo", "ernie", "minimax_h3",
 )  # fmt: skip
 BUDGET = "1GB"
 
