@@ -42,7 +42,7 @@ def calls_of_transformer(folder: Path, model: Any, rates: Rates, given: dict[str
         copies = rates.pinned_bytes_per_second
         card.configure(None, 0, copies, copies, rates.operations_per_second)
         pipe: Any = ModularPipeline.from_pretrained(folder, local_files_only=True)
-        structures = {unit.name: unit.double() for unit in model.all_units}
+        structures = {name: unit.double() for name, unit in model.folder_parts.units.items()}
         tools = [name for name in pipe.pretrained_component_names if name not in structures]
         pipe.load_components(names=tools, local_files_only=True)
         for structure in structures.values():
