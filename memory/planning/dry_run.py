@@ -42,21 +42,19 @@ def dry_run(
     stand_ins: StandIns | None = None,
     method: str = "forward",
     fuses: Fuses | None = None,
-    repeats: bool = False,
 ) -> tuple[Forecast, Any]:
     """Run a stage on shapes. Return its forecast, and the result of `run`.
 
     - `modules` are the structures of its units by name. This call changes them: do not use them again.
     - `run` is called with the device to work on. It calls the modules' `method`.
     - `fuses` tells which attention is one kernel on the real device.
-    - With `repeats` calls of blocks alike are walked once, see `Repeats`. `once` is not to be used then.
 
     Raises RuntimeError, among others, if the code needs values that shapes do not give.
     """
     with torch.inference_mode(), dry_card(fuses) as card:
         book = _Book(card)
         for name, module in modules.items():
-            _DryModule(name, module, method, book, stand_ins or {}, repeats)
+            _DryModule(name, module, method, book, stand_ins or {})
         result = run(DEVICE)
         book.close_interval()
         return book.forecast(), result
@@ -228,12 +226,12 @@ class _Call:
 class _Structure:
     """A structure on the card whose `method` can be run: its weights cost nothing, and its modules are watched."""
 
-    def __init__(self, module: nn.Module, method: str, card: Card, stand_ins: StandIns, repeats: bool = False) -> None:
+    def __init__(self, module: nn.Module, method: str, card: Card, stand_ins: StandIns) -> None:
         self.card = card
         tables = divide(module, list(parameter_refs(module)), CallOrder()).tables
         lay_weights(module, card)
         lay_stand_ins(module, stand_ins)
-        self.watch = ModuleWatch(module, [table.path for table in tables], card, repeats)
+        self.watch = ModuleWatch(module, [table.path for table in tables], card)
         self.forward = getattr(module, method)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, _Inside]:
@@ -250,12 +248,10 @@ class _Structure:
 class _DryModule:
     """A replacement of a module's method: it runs each kind of call once, and answers later ones from memory."""
 
-    def __init__(
-        self, name: str, module: nn.Module, method: str, book: _Book, stand_ins: StandIns, repeats: bool
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, method: str, book: _Book, stand_ins: StandIns) -> None:
         self.name, self.book = name, book
         self.calls: dict[Any, _Call] = {}
-        self.structure = _Structure(module, method, book.card, stand_ins, repeats)
+        self.structure = _Structure(module, method, book.card, stand_ins)
         self.__signature__ = inspect.signature(self.structure.forward)  # blocks hand on the arguments that it takes
         vars(module)[method] = self
 

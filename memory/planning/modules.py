@@ -19,8 +19,8 @@ from ..simulated.tensor import SimTensor, wrap
 from ..weights.embeddings import LookUp
 from ..weights.structure import ParameterRef, is_called, own_refs, parameter_refs
 from .forecast import HeldBytes, ModuleOperations, OnceModule, Operations
-from .repeats import Repeats, Walked, contents, counters, has_repeats, made_again, shapes_of, storages_of
-from .taint import Mark, Marks
+from .repeats import Repeats, Result, Walked, contents, counters, has_repeats, storages_of
+from .taint import Mark, Marks, Seen, is_in
 
 
 def done_by(card: Card) -> Operations:
@@ -37,14 +37,12 @@ class ModuleWatch:
 
     During each call of an inner module, its own weights are replaced by copies. So an operator that meets an original
     weight runs outside that module's call. A copy that is still alive after the call is held by someone, who may use it
-    at any time. Both cases decide the groups: see `whole` and `outside` of `UnitForecast`.
+    at any time. Both cases decide the groups: see `whole` and `outside` of `UnitForecast`. Calls alike are walked once:
+    see `Repeats`.
     """
 
-    def __init__(self, module: nn.Module, tables: Collection[str], card: Card, repeats: bool = False) -> None:
-        """Replace the `forward` of each inner module. `tables` are the paths of embeddings whose rows are looked up.
-
-        With `repeats` calls alike are walked once. `once` then knows the first of modules built alike only.
-        """
+    def __init__(self, module: nn.Module, tables: Collection[str], card: Card) -> None:
+        """Replace the `forward` of each inner module. `tables` are the paths of embeddings whose rows are looked up."""
         self._card = card
         self._operations: dict[str, Operations] = {}
         self._held: dict[str, int] = {}
@@ -54,10 +52,10 @@ class ModuleWatch:
         self._owner_of: dict[int, str] = {}
         self._whole: set[str] = set()
         self._outside: set[str] = set()
-        self._marks, self._seen = Marks(), dict[str, _Seen]()
+        self._marks, self._seen = Marks(), dict[str, Seen]()
         self.step_bytes = self.argument_bytes = 0  # of the last call's arguments, see `UnitForecast`
         self.side_bytes = 0  # the most that it made without latents
-        self._repeats = Repeats()
+        self._repeats = Repeats(module, self._marks.of)
         weighty = {id(inner) for inner in module.modules() if any(True for _ in parameter_refs(inner))}
         for path, inner in module.named_modules():
             if not path or not is_called(inner):
@@ -68,7 +66,7 @@ class ModuleWatch:
             vars(inner)["forward"] = functools.partial(run, path, own, inner.forward)
             if id(inner) in weighty:
                 vars(inner)["forward"] = functools.partial(self._entered, path, vars(inner)["forward"])
-            if repeats and has_repeats(inner):
+            if has_repeats(inner):
                 vars(inner)["forward"] = functools.partial(self._repeated, path, inner, vars(inner)["forward"])
 
     @contextmanager
@@ -135,24 +133,31 @@ class ModuleWatch:
         self._next(self._at)
         if walked := self._repeats.find(key):
             return self._again(path, walked, args, kwargs)
-        came = storages_of((args, kwargs)).keys()
-        before, known, begun = self._at, (set(self._whole), set(self._outside)), card.allocated_bytes()
+        unlike, before = self._repeats.unlike, self._at
+        begun, side, kept_in_ram = card.allocated_bytes(), self._marks.other_bytes, card.kept_in_ram
         with self._apart() as inside:
             result = forward(*args, **kwargs)
             self._next(self._at)
         if not any(vars(inside.operations.get(before, Operations())).values()):
             inside.operations.pop(before, None)  # the module before, to which what runs first is credited
-        here = all(_is_in(at, path) for at in (*inside.operations, *inside.held, self._at))
-        left = card.allocated_bytes() - begun - sum(storages_of(result).values())
-        shapes = shapes_of(result, came)
-        if left or shapes is None or not here or known != (self._whole, self._outside):
+        here = all(is_in(at, path) for at in (*inside.operations, *inside.held, self._at))
+        told = Result.of(result, args, kwargs)
+        if told is None or not here or unlike != self._repeats.unlike:
             return result
-        cut = len(path)
+        came, cut = storages_of((args, kwargs)), len(path)
+        made = [t for t in tensors_in(result) if isinstance(t, SimTensor) and id(t.allocation) not in came]
+        if card.allocated_bytes() - begun != sum(storages_of(made).values()):
+            return result
+        marks = [self._marks.told(tensor) for tensor in made]
         walked = Walked(
-            shapes,
+            told,
+            [(mark.within(path), counts) for mark, counts in marks],
             inside.peak_bytes - begun,
+            inside.side_bytes - side,
+            card.kept_in_ram - kept_in_ram,
             {at[cut:]: done for at, done in inside.operations.items()},
             {at[cut:]: nbytes - begun + self._begun for at, nbytes in inside.held.items()},
+            {at[cut:]: replace(seen, mark=seen.mark.within(path)) for at, seen in inside.seen.items()},
             self._at[cut:],
             contents(args, kwargs),
         )
@@ -161,39 +166,46 @@ class ModuleWatch:
 
     def _again(self, path: str, walked: Walked, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Count a call as `walked`, and return its result."""
-        card, mark = self._card, self._marks.of((args, kwargs))
+        card = self._card
         held = card.allocated_bytes() - self._begun
         for at, nbytes in walked.held.items():
             self._held[path + at] = max(held + nbytes, self._held.get(path + at, 0))
         for at, done in walked.operations.items():
             self._operations[path + at] = self._operations.get(path + at, Operations()) + done
             card.repeat(done.products, done.attention)
+        for at, seen in walked.seen.items():
+            self._note(path + at, replace(seen, mark=seen.mark.at(path)))
         self._at, self._since = path + walked.last, done_by(card)
         for counts, counted in zip(counters(args, kwargs), walked.counted, strict=True):
             counts[:] = counted
+        card.kept_in_ram += walked.kept_in_ram
         card.allocate(walked.peak_bytes)  # and freed at once: the peak has seen them
-        observers, card.observers = card.observers, ()  # to which the result would be made of nothing
-        result = made_again(walked.result)
-        card.observers = observers
-        self._marks.add(result, mark)
+        self._marks.rise(walked.side_bytes)
+        result, made = walked.result.make(args, kwargs)
+        for tensor, (mark, is_other) in zip(made, walked.marks, strict=True):
+            self._marks.tell(tensor, mark.at(path), is_other)  # type: ignore[arg-type]
         return result
 
     @contextmanager
     def _apart(self) -> Iterator[_Inside]:
         """Count what is called until the block ends by itself, too."""
-        card, inside = self._card, _Inside()
-        operations, held, peak = self._operations, self._held, card.take_interval_peak()
-        self._operations, self._held = inside.operations, inside.held
+        card, marks, inside = self._card, self._marks, _Inside()
+        operations, held, seen = self._operations, self._held, self._seen
+        peak, side = card.take_interval_peak(), marks.take_most_bytes()
+        self._operations, self._held, self._seen = inside.operations, inside.held, inside.seen
         try:
             yield inside
         finally:
-            self._operations, self._held = operations, held
+            self._operations, self._held, self._seen = operations, held, seen
             for at, done in inside.operations.items():
                 operations[at] = operations.get(at, Operations()) + done
             for at, nbytes in inside.held.items():
                 held[at] = max(nbytes, held.get(at, 0))
-            inside.peak_bytes = card.take_interval_peak()
+            for at, one in inside.seen.items():
+                self._note(at, one)
+            inside.peak_bytes, inside.side_bytes = card.take_interval_peak(), marks.take_most_bytes()
             card.allocate(max(0, max(peak, inside.peak_bytes) - card.allocated_bytes()))  # the peak until now
+            marks.rise(max(side, inside.side_bytes) - marks.other_bytes)
 
     def _entered(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note the bytes held when a module is called."""
@@ -213,7 +225,7 @@ class ModuleWatch:
         try:
             result = forward(*args, **kwargs)
             if own:
-                self._note(path, own, given, result)
+                self._note(path, self._saw(path, own, given, result))
             return result
         finally:
             self._stack.pop()
@@ -221,18 +233,19 @@ class ModuleWatch:
                 ref.restore()
             if any(allocation() is not None for allocation in came):
                 self._outside.add(path)
+                self._repeats.unlike += 1
 
-    def _note(self, path: str, own: list[ParameterRef], given: Mark, result: Any) -> None:
-        """Note what a module with weights saw and gave. It saw latents too if it gave something made of them."""
+    def _saw(self, path: str, own: list[ParameterRef], given: Mark, result: Any) -> Seen:
+        """Return what a call of a module with weights saw and gave. It saw latents if its result was made of them."""
         made = {id(t.allocation): t.nbytes for t in tensors_in(result) if isinstance(t, SimTensor)}
-        before = self._seen.get(path)
         mark = given | self._marks.of(result)
         self._marks.needing(result, path)
-        self._seen[path] = _Seen(
-            sum(ref.tensor.nbytes for ref in own),
-            max(sum(made.values()), before.row_bytes if before else 0),
-            replace(mark, needs=mark.needs - {path}) | (before.mark if before else mark),
-        )
+        mark = replace(mark, needs=mark.needs - {path})
+        return Seen(sum(ref.tensor.nbytes for ref in own), sum(made.values()), mark)
+
+    def _note(self, path: str, seen: Seen) -> None:
+        """Add a call to those of a module with weights."""
+        self._seen[path] = seen | self._seen[path] if path in self._seen else seen
 
     def _looked_up(
         self, path: str, own: list[ParameterRef], forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -244,7 +257,9 @@ class ModuleWatch:
             return torch.empty(ids.numel(), table.shape[1], dtype=table.dtype, device=DEVICE)
 
         with LookUp(table, fetch):
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        self._marks.add(result, self._marks.of((args, kwargs)))
+        return result
 
     def _bring(self, ref: ParameterRef) -> weakref.ref[Allocation]:
         """Put a copy of a weight in its place. Return a reference that is dead once nobody holds the copy."""
@@ -255,6 +270,7 @@ class ModuleWatch:
 
     def _read(self, owner: str) -> None:
         """Note that the weights of the module `owner` are read while it is not called."""
+        self._repeats.unlike += 1
         reader = self._stack[-1] if self._stack else ""
         common = _common(owner, reader)
         if common and common != owner:
@@ -265,20 +281,13 @@ class ModuleWatch:
 
 @dataclass
 class _Inside:
-    """What ran inside a call, by path, and the card's peak meanwhile."""
+    """What ran inside a call, by path, the card's peak meanwhile, and the most bytes made without latents."""
 
     operations: dict[str, Operations] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
+    seen: dict[str, Seen] = field(default_factory=dict)
     peak_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """The facts of a module with weights: its bytes, those of its largest result, and what its calls saw."""
-
-    weight_bytes: int
-    row_bytes: int
-    mark: Mark
+    side_bytes: int = 0
 
 
 class _Readers(Observer):
@@ -295,10 +304,6 @@ class _Readers(Observer):
         for value in given:
             if id(value) in self._owner_of:
                 self._tell(self._owner_of[id(value)])
-
-
-def _is_in(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}.")
 
 
 def _common(first: str, second: str) -> str:

@@ -16,8 +16,9 @@ from ..simulated.tensor import SimTensor
 if TYPE_CHECKING:
     import torch
 
-_LATENTS = re.compile(r"(?!encoder_)(.*hidden_states|.*residuals?|.*latents|.*controlnet.*|sample|x)$")
+_LATENTS = re.compile(r"(?!encoder_|output_)(.*hidden_states|.*residuals?|.*latents|.*controlnet.*|sample|x)$")
 _STEP = re.compile(r"(.*timesteps?|.*sigmas?|t)$")
+_INSIDE = "\0"  # begins a path that is counted from a module
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,29 @@ class Mark:
             return self
         both = self.per_step or other.per_step, self.per_pass or other.per_pass
         return Mark(False, *both, self.needs | other.needs)
+
+    def within(self, path: str) -> Mark:
+        """Return the mark with the paths of the module `path` and of those inside counted from it."""
+        return self._renamed(lambda name: _INSIDE + name[len(path) :] if is_in(name, path) else name)
+
+    def at(self, path: str) -> Mark:
+        """Undo `within`, for a module of another path."""
+        return self._renamed(lambda name: path + name[len(_INSIDE) :] if name.startswith(_INSIDE) else name)
+
+    def _renamed(self, rename: Callable[[str], str]) -> Mark:
+        return replace(self, needs=frozenset(map(rename, self.needs))) if self.needs else self
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The facts of a module with weights: its bytes, those of its largest result, and what its calls saw."""
+
+    weight_bytes: int
+    row_bytes: int
+    mark: Mark
+
+    def __or__(self, other: Seen) -> Seen:
+        return Seen(self.weight_bytes, max(self.row_bytes, other.row_bytes), self.mark | other.mark)
 
 
 UNMARKED = Mark()
@@ -60,6 +84,11 @@ def is_of_latents(name: str) -> bool:
 def is_of_step(name: str) -> bool:
     """Return whether an argument of this name of a transformer changes with the timestep."""
     return _STEP.match(name) is not None
+
+
+def is_in(path: str, outer: str) -> bool:
+    """Return whether `path` is that of the module `outer` or of one inside."""
+    return path == outer or path.startswith(f"{outer}.")
 
 
 class Marks:
@@ -131,11 +160,30 @@ class Marks:
                 if argument.alias_info and argument.alias_info.is_write and argument.name in kwargs:
                     self.add(kwargs[argument.name], mark)
 
+    def told(self, tensor: SimTensor) -> tuple[Mark, bool]:
+        """Return the mark of a tensor, and whether its bytes count among those made without latents."""
+        return self._of((tensor,)), weakref.ref(tensor.allocation) in self._others
+
+    def tell(self, tensor: SimTensor, mark: Mark, is_other: bool) -> None:
+        """Give a new tensor the mark of one that it stands for: see `told`."""
+        self._of_storage[tensor.allocation] = mark
+        if is_other and weakref.ref(tensor.allocation) not in self._others:
+            self._count(tensor.allocation)
+
     def _count(self, made: Allocation) -> None:
         """Count a storage that saw no latents, for as long as it lives."""
         self._others[weakref.ref(made, self._freed)] = made.nbytes
         self._other_bytes += made.nbytes
-        self._most_bytes = max(self._most_bytes, self._other_bytes)
+        self.rise(0)
+
+    def rise(self, nbytes: int) -> None:
+        """Count that `nbytes` more were made without latents for a while."""
+        self._most_bytes = max(self._most_bytes, self._other_bytes + nbytes)
+
+    @property
+    def other_bytes(self) -> int:
+        """The bytes made without latents that live now."""
+        return self._other_bytes
 
     def _freed(self, storage: weakref.ref[Allocation]) -> None:
         self._other_bytes -= self._others.pop(storage)

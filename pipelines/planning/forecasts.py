@@ -114,11 +114,10 @@ class Forecaster:
         modules: dict[str, nn.Module],
         run: Callable[[torch.device], Any],
         method: str = "forward",
-        repeats: bool = False,
     ) -> tuple[Forecast, Any]:
         """Run a stage on shapes, as `memory.planning.dry_run` does, while no other stage runs."""
         with self.between_stages():  # a dry run counts what is done on the simulated device meanwhile, too
-            return dry_run(modules, run, self.stand_ins, method, self.fuses, repeats)
+            return dry_run(modules, run, self.stand_ins, method, self.fuses)
 
 
 @contextlib.contextmanager

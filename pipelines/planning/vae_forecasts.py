@@ -104,7 +104,7 @@ class VaeForecasts:
         elif tile:
             sample = first_tile(module, sample, pixels=self._method == "encode")
         call = functools.partial(_on, self.call, module, sample)
-        forecast, result = self._forecaster.dry_run({self._vae.name: module}, call, self._method, repeats=True)
+        forecast, result = self._forecaster.dry_run({self._vae.name: module}, call, self._method)
         times = tensor.numel() / sample.numel()
         if tile and not whole and not self._moves_out:
             beside = _COPIES_OF_PIXELS * int(result.nbytes * times)
