@@ -40,11 +40,27 @@ os.environ["XDG_CACHE_HOME"] = str(Path(_base.name) / "cache")  # of what runs o
 use_modules(HOST, _base.name)
 
 
+os.environ.setdefault("BALLAST_CRASHES", _base.name)  # where workers write what they crash of: of their parent
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """A crash tells where the thread was that crashed, which is lost among many that only wait."""
-    if fault_handler_stderr_fd_key in config.stash:
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        faulthandler.enable(open(crash_file(worker), "w"), all_threads=False)  # noqa: SIM115
+    elif fault_handler_stderr_fd_key in config.stash:
         faulthandler.enable(config.stash[fault_handler_stderr_fd_key], all_threads=False)
+
+
+def crash_file(worker: str) -> Path:
+    return Path(os.environ["BALLAST_CRASHES"]) / f"crash_{worker}.txt"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report: pytest.TestReport) -> None:
+    """A worker's crash is told with the place, at the end, where all failures are."""
+    if (file := crash_file(report.node.gateway.id)).is_file():
+        report.longrepr = "\n".join([str(report.longrepr), *file.read_text().splitlines()[:30]])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
