@@ -410,6 +410,16 @@ def test_what_stages_would_cut_is_refused(
 
 
 @pytest.mark.long
+def test_a_plan_counts_keys_and_values_of_the_reference_in_ram(folders: Folders, cache: Path) -> None:
+    """Of 3 frames of 4 x 2 tokens, 24 wide, in float32, for each of 11 layers."""
+    nbytes = 11 * 2 * (3 * 4 * 2) * 24 * 4
+    with pictured.without_videos(), newest.resizing():
+        case = opened("wan_animate2", folders, cache)
+        plan = case.pipe.plan(cond=case.encode(), **case.run, vram=BUDGET)
+    assert f"Sampling keeps {format_bytes(nbytes)} in RAM beside the weights." in str(plan)
+
+
+@pytest.mark.soak
 def test_keys_and_values_of_the_reference_count_in_ram(
     folders: Folders, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
