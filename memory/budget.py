@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 from . import ram, simulated
 from .accelerator import Accelerator
@@ -14,7 +13,6 @@ from .planning.measured import Overhead
 from .registry import Registry
 from .sizes import format_bytes
 from .vocabulary import Role
-from .weights.unit import ManagedModel
 
 log = logging.getLogger("ballast")
 
@@ -31,62 +29,6 @@ def _beyond_reserve() -> int:
     return ram.available_bytes() - _RAM_RESERVE_BYTES
 
 
-@dataclass(frozen=True)
-class _StageCount:
-    """The count of bytes that lie on the device beside weights, from the beginning of a stage.
-
-    When the stage begins, two of the three terms add up to the part that is not counted as the stage's:
-
-        beside weights = foreign + own leftover + other leftover
-        uncounted      = foreign + own leftover
-
-    Leftovers are tables and the like that earlier stages left with the units that were kept. They are an own leftover
-    if all these units run in this stage: then they are part of the units' work. Else they are an other leftover.
-    Example: 10 MB of another pack, and 2 MB left with a kept VAE. A stage of the VAE does not count 12 MB. A stage of
-    another unit does not count 10 MB, and counts 2 MB that it has not brought.
-    """
-
-    foreign_bytes: int  # as the stage began
-    uncounted_bytes: int
-    own_leftover_bytes: int
-    other_leftover_bytes: int
-
-    @classmethod
-    def begin(
-        cls, beside_bytes: int, leftover_bytes: int, kept: Collection[ManagedModel], units: Collection[ManagedModel]
-    ) -> _StageCount:
-        """Begin the count of a stage of `units`, while those of `kept` are in place."""
-        foreign = max(0, beside_bytes - leftover_bytes) if kept else beside_bytes
-        uncounted = beside_bytes if all(unit in units for unit in kept) else foreign
-        return cls(foreign, uncounted, uncounted - foreign, beside_bytes - uncounted)
-
-    def counted(self, beside_bytes: int) -> int:
-        """Return the bytes of `beside_bytes` that count as the stage's."""
-        return max(0, beside_bytes - self.uncounted_bytes)
-
-    def brought(self, beside_bytes: int) -> int:
-        """Return the counted bytes without those that units of other stages keep."""
-        return max(0, self.counted(beside_bytes) - self.other_leftover_bytes)
-
-    def leftover(self, beside_bytes: int) -> int:
-        """Return the leftover for the next stage, if this one ends with `beside_bytes`."""
-        return max(0, beside_bytes - min(self.foreign_bytes, self.uncounted_bytes))
-
-    def after_host_eviction(self, beside_bytes: int) -> _StageCount:
-        """Return the count after the host evicted models of its own, which leaves `beside_bytes`."""
-        return replace(self, uncounted_bytes=max(0, min(self.uncounted_bytes, beside_bytes)))
-
-    def after_unit_eviction(self, freed_bytes: int) -> _StageCount:
-        """Return the count after `freed_bytes` beside weights went with a unit, own leftovers first."""
-        own = min(self.own_leftover_bytes, freed_bytes)
-        return replace(
-            self,
-            uncounted_bytes=self.uncounted_bytes - own,
-            own_leftover_bytes=self.own_leftover_bytes - own,
-            other_leftover_bytes=max(0, self.other_leftover_bytes - (freed_bytes - own)),
-        )
-
-
 class Budget:
     """The VRAM and RAM limits of one manager in bytes, None where the user stated nothing.
 
@@ -99,9 +41,8 @@ class Budget:
         self.host_roles: Sequence[Role] | None = None  # of the host's models that will run, in order; None if unknown
         self.overhead = Overhead()  # memory beyond tensors that is reserved for the present stage
         self._accelerator, self._registry = accelerator, registry
-        self._stage: _StageCount | None = None  # None between stages
+        self._uncounted: int | None = None  # bytes beside weights as the present stage began; None between stages
         self._ram_left: int | None = None  # that the present stage leaves to weights, if it keeps tensors in RAM
-        self._leftover_bytes = 0  # that the last stage left beside the weights of units that are kept
         self._warned_card_bytes = 0  # size of the simulated card for which the RAM warning was given
 
     @property
@@ -130,13 +71,8 @@ class Budget:
 
     @property
     def beside_weights_bytes(self) -> int:
-        """Bytes on the device that count as the present stage's, beside weights. 0 between stages."""
-        return self._stage.counted(self._beside_bytes()) if self._stage else 0
-
-    @property
-    def brought_by_stage_bytes(self) -> int:
-        """Bytes beside weights that the present stage has allocated itself, such as latents. 0 between stages."""
-        return self._stage.brought(self._beside_bytes()) if self._stage else 0
+        """Bytes that the present stage has allocated beside weights, such as latents. 0 between stages."""
+        return 0 if self._uncounted is None else max(0, self._beside_bytes() - self._uncounted)
 
     @property
     def device_bytes(self) -> int:
@@ -165,28 +101,26 @@ class Budget:
     def ask_host(self, wanted_bytes: int) -> None:
         """Ask the host to evict models of its own until `wanted_bytes` are free."""
         host.evict_host_models(wanted_bytes, self._accelerator.device, self.host_roles)
-        if self._stage:
+        if self._uncounted is not None:
             # The host's models were in the uncounted bytes. Without this the stage could allocate as many bytes
             # as they held without having them counted.
-            self._stage = self._stage.after_host_eviction(self._beside_bytes())
+            self._uncounted = max(0, min(self._uncounted, self._beside_bytes()))
 
     @contextmanager
-    def for_stage(self, vram: int | None, ram: int | None, units: Collection[ManagedModel]) -> Iterator[None]:
-        """Set the limits of a stage of `units`, and count its bytes beside weights, until it ends.
+    def for_stage(self, vram: int | None, ram: int | None) -> Iterator[None]:
+        """Set the limits of a stage, and count its bytes beside weights, until it ends. None keeps a limit as it is.
 
-        None keeps a limit as it is. See `_StageCount`.
+        What lies beside weights as it begins belongs to others, and is not counted.
         """
-        before = self.vram_limit, self.ram_limit, self._stage
+        before = self.vram_limit, self.ram_limit, self._uncounted
         self.vram_limit = self.vram_limit if vram is None else vram
         self.ram_limit = self.ram_limit if ram is None else ram
         self._warn_of_card()
-        kept = [unit for unit in self._registry.units() if unit.placement]
-        self._stage = _StageCount.begin(self._beside_bytes(), self._leftover_bytes, kept, units)
+        self._uncounted = self._beside_bytes()
         try:
             yield
         finally:
-            self._leftover_bytes = self._stage.leftover(self._beside_bytes())
-            self.vram_limit, self.ram_limit, self._stage = before
+            self.vram_limit, self.ram_limit, self._uncounted = before
 
     @contextmanager
     def reserving(self, overhead: Overhead) -> Iterator[None]:
@@ -205,17 +139,6 @@ class Budget:
             yield
         finally:
             self._ram_left = before
-
-    @contextmanager
-    def evicting_unit(self) -> Iterator[None]:
-        """Count the bytes beside weights that go with a unit, which is evicted in the block.
-
-        A stage that allocates them again has brought them.
-        """
-        before = self._beside_bytes()
-        yield
-        if self._stage:
-            self._stage = self._stage.after_unit_eviction(max(0, before - self._beside_bytes()))
 
     def _beside_bytes(self) -> int:
         """Return the bytes of tensors on the device that are no weights of units."""

@@ -348,8 +348,10 @@ class MemoryManager:
         """
         request = StageRequest(name, units, strategy, work, forecast, planned, alone, keep)
         coming = self._residency.schedule.of_stage(units, then)
-        with self._stage_lock, self.budget.for_stage(vram, ram, units), coming, run_stage(self, request):
-            yield
+        with self._stage_lock:
+            self._residency.clear_cached_tensors()
+            with self.budget.for_stage(vram, ram), coming, run_stage(self, request):
+                yield
 
     def between_stages(self) -> AbstractContextManager[Any]:
         """Wait until the stages of other threads are done, and hold off new ones until the block ends."""

@@ -193,7 +193,7 @@ class Residency:
         work, placement = self.work.of(unit), unit.placement
         dequantized: frozenset[int] = placement.dequantized if placement else frozenset()
         seat = self._seat(unit)
-        seat.before = _Before(allocated, self.budget.brought_by_stage_bytes, unit.resident_bytes, dequantized)
+        seat.before = _Before(allocated, self.budget.beside_weights_bytes, unit.resident_bytes, dequantized)
         whole = work.attempt.parts == 1 and not unit.runs_partly
         if placement and work.learns and whole and unit.leases == 1 and placement.time_call():
             seat.timed = work
@@ -230,11 +230,19 @@ class Residency:
             return
         self.leaving.discard(unit)
         self._learn(unit)
-        with self.budget.evicting_unit():
-            left = unit.resident_bytes
-            placement, unit.placement = unit.placement, None
-            placement.remove()
+        left = unit.resident_bytes
+        placement, unit.placement = unit.placement, None
+        placement.remove()
         self.timeline.record("evict", unit, left)
+
+    def clear_cached_tensors(self) -> None:
+        """Take off the device what runs cached there beside the weights of units, such as rotary tables.
+
+        A stage's plan counts what its first call caches, but not what earlier stages left.
+        """
+        for unit in self.units():
+            if unit.placement is not None and not (unit.leases or unit.stages):
+                unit.placement.clear_cached_tensors()
 
     def settle(self, unit: ManagedModel) -> None:
         """Wait until a unit that stays on the device has all its weights there."""
@@ -446,7 +454,7 @@ class Residency:
         others = [other for other in self.units() if other is not unit]
         if evicting:
             others = [u for u in others if u in partners or u.leases or u.pinned]
-        working = [self.work.working_bytes(each, self.budget.brought_by_stage_bytes) for each in (unit, *partners)]
+        working = [self.work.working_bytes(each, self.budget.beside_weights_bytes) for each in (unit, *partners)]
         return _Room(
             budget_bytes=self.budget.vram_bytes,
             other_weights_bytes=_weights_bytes(others),
@@ -482,7 +490,7 @@ class Residency:
 
     def _demand_in_ram(self, unit: ManagedModel) -> Demand:
         """Return the demand of a unit as if all its weights were in RAM."""
-        return self.work.demand(unit, self.budget.brought_by_stage_bytes)
+        return self.work.demand(unit, self.budget.beside_weights_bytes)
 
     def _demand_as_held(self, unit: ManagedModel) -> Demand:
         """Return the demand of a unit that reads from disk the groups that RAM does not hold now."""
@@ -513,7 +521,7 @@ class Residency:
             need = self._weights_to_hold(unit, kind)
         else:
             need = self._demand_in_ram(unit).least_weights(kind)
-        working = self.work.working_bytes(unit, self.budget.brought_by_stage_bytes)
+        working = self.work.working_bytes(unit, self.budget.beside_weights_bytes)
         self._shrink_others(Use(unit, need, working))
         self.budget.ask_host(need - unit.resident_bytes + working)
 

@@ -156,7 +156,11 @@ class Placement:
             self._remove()
             self._workspace.close()
             self.resident_bytes = 0
-            clear_cached_tensors(self.module, self.device)
+            self.clear_cached_tensors()
+
+    def clear_cached_tensors(self) -> None:
+        """Take what the unit's runs cached on the device off it."""
+        clear_cached_tensors(self.module, self.device)
 
     def _place(self) -> None: ...
 

@@ -222,7 +222,7 @@ class Run:
         found += [thread.name for thread in threading.enumerate() if thread.name.startswith("ballast")]
         if (
             any(seat.before for seat in ours._residency._seats.values())
-            or ours.budget._stage is not None
+            or ours.budget._uncounted is not None
             or ours.timeline._stage is not None
         ):
             found.append("the manager is in a stage")

@@ -63,6 +63,7 @@ RUN = st.tuples(st.sampled_from(range(len(CASES))), st.floats(0, 1))
 )
 @given(runs=st.lists(RUN, min_size=2, max_size=5))
 @example(runs=[(1, 0.6), (3, 0.6), (1, 0.6)])  # what was decoded for the small one has no room beside the large one
+@example(runs=[(2, 0.0), (2, 0.0)])  # the first leaves rotary tables, for which the second has no room
 @example(runs=[(3, 0.9), (1, 0.9), (1, 1.0), (0, 1.0), (1, 0.3)])  # more is decoded, all of it, none, some
 def test_what_stays_is_decoded_as_each_run_is_planned(
     bench: Bench, sim: ModuleType, runs: list[tuple[int, float]]
@@ -71,11 +72,10 @@ def test_what_stays_is_decoded_as_each_run_is_planned(
     for case, share in runs:
         vram = int(bench.least + share * (bench.most - bench.least))
         pipe = bench.pair.open(vram=vram, keep=True)
-        left = sim.stats().allocated_bytes - mgr.report().resident_bytes  # tables that models keep between calls
         assert torch.equal(pipe.sample(bench.cond, **settings_of(case)), bench.expected[case])
         stage = mgr.timeline.stages[-1]
         assert stage.planned is not None
-        assert stage.peak_bytes <= min(stage.planned.peak_vram_bytes + left, vram)
+        assert stage.peak_bytes <= min(stage.planned.peak_vram_bytes, vram)
         assert sim.stats().hazards == 0
     mgr.free()
     assert sim.stats().allocated_bytes == 0
