@@ -27,7 +27,7 @@ from selection import few
 
 Folders = Callable[[str], Path]
 STEPS = 4
-ROOM = 90_000  # bytes beyond the least, for the pass that waits
+ROOM = 180_000  # bytes beyond the least, for the pass that waits
 SLOW = {"h2d_gbps": 1e-5, "tflops": 1e-3}  # of a card on which the copies of a tiny model take seconds
 TWO_PASSES = ("qwenimage", "wan", "hunyuan_video15", "lumina2", "chroma", "flux2_klein")
 
@@ -88,6 +88,7 @@ def test_bits_are_those_of_passes_alone(
     name: str, tiny_folders: Folders, cache: Path, slow: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streamed in the least room: each copy serves both passes. With modules computed once too."""
+    monkeypatch.setattr("ballast.pipelines.planning.once_plans._GAIN", 1e9)  # some have more work than weights
     opened = Opened(name, tiny_folders(name), cache, monkeypatch)
     on, brought = manager("sim"), []
     before = on.device_bytes_in
@@ -97,7 +98,7 @@ def test_bits_are_those_of_passes_alone(
         before = on.device_bytes_in
         assert torch.equal(opened(lockstep=True, once=once), expected)
         brought.append(on.device_bytes_in - before)
-        assert opened.counts == (STEPS, 0)
+        assert opened.counts == (STEPS, 0) or (once and name == "hunyuan_video15")  # which is faster without lockstep
         assert slow.stats().allocated_bytes == 0
     assert brought[1] < 0.7 * brought[0] or name == "hunyuan_video15"  # which the ring holds whole
     assert torch.equal(opened(), expected)
@@ -128,7 +129,7 @@ def test_bits_are_the_same_however_weights_are_kept(
     assert slow.stats().allocated_bytes == 0
 
 
-@pytest.mark.parametrize("name", few(TWO_PASSES, "lumina2"))
+@pytest.mark.parametrize("name", few(("chroma", "lumina2"), "lumina2"))  # whose weights are more than their work
 def test_plans_are_kept(
     name: str, tiny_folders: Folders, cache: Path, slow: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,9 +137,8 @@ def test_plans_are_kept(
     run = {**opened.run, "strategy": "auto"}
     budget = opened.within_little()
     plain, planned = (opened.pipe.plan(cond=opened.cond, **run, lockstep=each).stages[0] for each in (False, True))
-    assert planned.seconds < plain.seconds or name == "hunyuan_video15"
-    if planned.seconds < plain.seconds:
-        assert "2 passes share each copy" in planned.main.reason
+    assert planned.seconds < plain.seconds
+    assert "2 passes share each copy" in planned.main.reason
     opened(strategy="auto", lockstep=True)
     record = manager("sim").timeline.stages[-1]
     assert record.peak_bytes <= planned.peak_vram_bytes <= budget

@@ -143,7 +143,8 @@ def test_skipped_steps_are_those_of_the_hook_of_diffusers(
         skipped, calls = run.skipped
         assert 0 < skipped < calls, kind
         assert not torch.equal(latents, whole)
-        assert torch.equal(latents, stock(tiny_folders(name), kind, monkeypatch)), kind
+        # The stock VAE is given latents in its own scale: HunyuanVideo's are rounded on the way back.
+        torch.testing.assert_close(latents, stock(tiny_folders(name), kind, monkeypatch), atol=2e-6, rtol=0)
 
 
 KINDS = ("static:2", "easycache:0.5", "firstblock:0.4")

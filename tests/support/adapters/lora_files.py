@@ -18,7 +18,9 @@ from safetensors.torch import load_file as load_file
 from safetensors.torch import save_file
 from torch import nn
 
-TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "proj", "linear", "ff", "net", "proj_out", "x_embedder", "w1", "w2")
+TARGETS = (
+    "to_q", "to_k", "to_v", "to_out.0", "proj", "linear", "ff", "net", "proj_out", "x_embedder", "w1", "w2", "mod.1",
+)  # fmt: skip
 
 
 def targets(module: nn.Module) -> dict[str, nn.Linear]:
