@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..collector import paused_collector
 from ..memory.host.flags import host_flags
 from ..memory.memory_manager import MemoryManager
 from ..memory.planning.runplan import RunPlan
@@ -502,6 +503,7 @@ class Pipeline:
     # Plan
 
     @plain_defaults()
+    @paused_collector()
     def plan(
         self,
         width: int | None = None,

@@ -23,7 +23,7 @@ from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE, dry_card
 from ..simulated.shapes import moved
 from ..simulated.tensor import SimTensor, wrap
-from ..weights.groups import CallOrder, divide
+from ..weights.groups import embedding_tables
 from ..weights.structure import parameter_refs
 from ..weights.unit import ManagedModel
 from .forecast import Forecast, HeldBytes, ModuleOperations, OnceModule, Operations, UnitForecast
@@ -228,7 +228,7 @@ class _Structure:
 
     def __init__(self, module: nn.Module, method: str, card: Card, stand_ins: StandIns) -> None:
         self.card = card
-        tables = divide(module, list(parameter_refs(module)), CallOrder()).tables
+        tables = embedding_tables(module)
         lay_weights(module, card)
         lay_stand_ins(module, stand_ins)
         self.watch = ModuleWatch(module, [table.path for table in tables], card)

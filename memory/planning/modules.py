@@ -17,7 +17,7 @@ from ..simulated.dry import DEVICE
 from ..simulated.operators import Observer, tensors_in
 from ..simulated.tensor import SimTensor, wrap
 from ..weights.embeddings import LookUp
-from ..weights.structure import ParameterRef, is_called, own_refs, parameter_refs
+from ..weights.structure import ParameterRef, empty_on_meta, is_called, own_refs, parameter_refs
 from .forecast import HeldBytes, ModuleOperations, OnceModule, Operations
 from .repeats import Repeats, Result, Walked, contents, counters, has_repeats, storages_of
 from .taint import Mark, Marks, Seen, is_in
@@ -264,7 +264,7 @@ class ModuleWatch:
     def _bring(self, ref: ParameterRef) -> weakref.ref[Allocation]:
         """Put a copy of a weight in its place. Return a reference that is dead once nobody holds the copy."""
         raw = ref.tensor.raw  # type: ignore[attr-defined]
-        tensor = wrap(torch.empty_like(raw) if raw.is_meta else raw.clone(), lambda nbytes: self._card.allocate(0))
+        tensor = wrap(empty_on_meta(raw) if raw.is_meta else raw.clone(), lambda nbytes: self._card.allocate(0))
         ref.holder[ref.key] = tensor
         return weakref.ref(tensor.allocation)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .changes import Change, ParameterDelta
-from .structure import BRANCH
+from .structure import BRANCH, empty_on_meta
 
 # Attribute of a module: its changes, each with the names of the buffers for its tensors, and its scaling.
 _CHANGES = "_branch_changes"
@@ -57,7 +57,7 @@ def attach(module: nn.Module, adapters: ActiveAdapters) -> None:
 
 def attach_shapes(module: nn.Module, adapters: ActiveAdapters) -> None:
     """Attach branches with tensors on `meta`, for a run on shapes."""
-    _attach(module, adapters, lambda tensor: torch.empty_like(tensor, device="meta"))
+    _attach(module, adapters, empty_on_meta)
 
 
 def detach(module: nn.Module) -> None:

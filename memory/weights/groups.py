@@ -154,6 +154,13 @@ def divide(module: nn.Module, host_refs: Sequence[ParameterRef], calls: CallOrde
     return Division(groups, tables, [ref for ref in host_refs if id(ref) not in moving])
 
 
+def embedding_tables(module: nn.Module) -> list[Owner]:
+    """Return the embedding tables of a module, as `divide` finds them."""
+    if not any(isinstance(owner, nn.Embedding) for owner in modules_in(module)):
+        return []
+    return divide(module, list(parameter_refs(module)), CallOrder()).tables
+
+
 def largest_run_bytes(total_bytes: int) -> int:
     """Return the limit for a group of several modules, of a module with `total_bytes` of weights.
 

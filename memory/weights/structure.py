@@ -117,6 +117,14 @@ def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return found
 
 
+def empty_on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `torch.empty_like(tensor, device="meta")`, which is written in Python, in a tenth of its time."""
+    device = None if tensor.is_meta else "meta"  # in a dry run "meta" asks for a tensor of the simulated card
+    if tensor.is_contiguous():
+        return tensor.new_empty(tensor.shape, device=device)
+    return torch.empty_like(tensor, device=device)
+
+
 def is_called(module: nn.Module) -> bool:
     """Return whether a module can be called; lists of modules or of parameters cannot."""
     return getattr(type(module), "forward", None) is not nn.Module.forward

@@ -30,7 +30,7 @@ from .groups import CallOrder, GroupWeights, divide
 from .loading import Interruptible, bytes_to_read, find_stored, load_behind, load_stored
 from .reader import Look, Reading
 from .stored import disk_number, is_unchanged
-from .structure import ParameterRef, parameter_refs
+from .structure import ParameterRef, empty_on_meta, parameter_refs
 
 if TYPE_CHECKING:
     from ..codecs.converters import Converter
@@ -566,9 +566,9 @@ def _without_weights(ref: ParameterRef) -> torch.Tensor:
     tensor = ref.tensor
     with torch.inference_mode(False), torch.no_grad():
         if ref.shown is not None:
-            return torch.empty_like(tensor, device="meta")
+            return empty_on_meta(tensor)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+            return nn.Parameter(empty_on_meta(tensor), requires_grad=False)
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ...memory.files import one_line
 from ...memory.simulated.operators import Uncompiled, tensors_in
 from ...memory.weights.encoded import shapes_in
+from ...memory.weights.structure import empty_on_meta
 
 _CALLS, _CALLS_PER_TENSOR = 1_000, 50  # models make about 5
 _SMALL = 2**22  # elements; two of that size make no more than a GB or so of anything
@@ -50,7 +51,7 @@ def leave_weights(module: nn.Module) -> None:
     for owner in module.modules():
         for key, tensor in owner._parameters.items():
             if tensor is not None and not tensor.is_meta:
-                empty = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+                empty = nn.Parameter(empty_on_meta(tensor), requires_grad=False)
                 owner._parameters[key] = left.setdefault(id(tensor), empty)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.weights.structure import modules_in
+from ...memory.weights.structure import empty_on_meta, modules_in
 
 _MOST = 16  # structures that are kept: of two pipelines, at some 10 MB for a large model
 _TABLE_BYTES = 2**20  # from this size on, a buffer is not copied: copies share it while any module holds it
@@ -113,6 +113,8 @@ def can_be_copied(module: nn.Module) -> bool:
 
 
 def _hands_on(value: Any) -> bool:
+    if isinstance(value, _PLAIN):
+        return False
     if isinstance(value, dict):
         return any(_hands_on(each) for each in value.values())
     if isinstance(value, list | tuple | set):
@@ -131,7 +133,7 @@ def _is_table(tensor: torch.Tensor) -> bool:
 def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if _is_table(tensor) and not isinstance(tensor, nn.Parameter):
         return tensor
-    twin = torch.empty_like(tensor) if tensor.is_meta else tensor.detach().clone()
+    twin = empty_on_meta(tensor) if tensor.is_meta else tensor.detach().clone()
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
     vars(twin).update(vars(tensor))
